@@ -20,8 +20,9 @@ help: ## print this list
 demo: build ## show real connections, balanced by nftables, in temporary namespaces
 	@$(BIN)/verdict demo
 
+# The flag has "verdict version" name the commit, whatever GOFLAGS says. Go finds none in a worktree.
 build: ## build bin/verdict, a static binary
-	@CGO_ENABLED=0 $(GO) build -trimpath -o $(BIN)/verdict ./cmd/verdict
+	@CGO_ENABLED=0 $(GO) build -trimpath -buildvcs=auto -o $(BIN)/verdict ./cmd/verdict
 
 # The packages whose tests need no network namespace, no root and no nft.
 CHECKED = ./sync/dataplane ./sync/reconcile ./sync/snapshot ./nft ./internal/arch ./internal/cgroup ./internal/config \
@@ -83,8 +84,8 @@ conformance-case: tools ## the cases whose names hold the regular expression CAS
 	$(CONFORMANCE) --proxy verdict --v --run '$(CASE)'
 
 # The second run shows that the suite detects a wrong proxy: status 1 means that cases failed, and nothing else.
-conformance-slice: tools build ## run some cases of every theme: Verdict, kube-proxy, and a proxy that must fail
-	$(CONFORMANCE) --slice --proxy verdict --proxy kube-proxy-nftables --report $(BIN)/conformance-report
+conformance-slice: tools build ## run some cases of every theme: Verdict, also as kube-proxy, kube-proxy, and a proxy that must fail
+	$(CONFORMANCE) --slice --proxy verdict --proxy verdict-as-kube-proxy --proxy kube-proxy-nftables --report $(BIN)/conformance-report
 	$(BIN)/conformance --slice --theme internal-traffic-policy --proxy conformance/testdata/deaf.yaml > $(BIN)/conformance-deaf.txt 2>&1; test $$? = 1
 
 BENCH = CGO_ENABLED=0 $(GO) build -C conformance -trimpath -o $(abspath $(BIN))/benchmark ./cmd/benchmark && $(BIN)/benchmark
@@ -171,7 +172,7 @@ mutate: ## plant 200 single faults in the product, one at a time, and list which
 	cd conformance && $(GO) run ./cmd/mutate -root .. -seed $(MUTATE_SEED) -faults '$(MUTATE_FAULTS)' -out $(abspath $(BIN))/mutations-$(MUTATE_SEED)
 
 cross: ## build bin/verdict-linux-amd64 and -arm64
-	@for arch in amd64 arm64; do CGO_ENABLED=0 GOARCH=$$arch $(GO) build -trimpath -o $(BIN)/verdict-linux-$$arch ./cmd/verdict || exit; done
+	@for arch in amd64 arm64; do CGO_ENABLED=0 GOARCH=$$arch $(GO) build -trimpath -buildvcs=auto -o $(BIN)/verdict-linux-$$arch ./cmd/verdict || exit; done
 
 IMAGE ?= verdict:dev
 image: ## build the container image, with buildah or docker
@@ -188,7 +189,7 @@ release-check: ## the same, twice: every byte must be equal
 
 cluster: tools ## test deploy/ at a real API server, and rules and takeovers against a real kube-proxy, after building both
 	cd deploy/test && $(GO) test -tags peers -count=1 -v .
-	$(GO) test -tags peers -count=1 -v -run TestKubeProxy ./nft/iptshim ./internal/compare
+	$(GO) test -tags peers -count=1 -v -run TestKubeProxy ./nft/iptshim ./internal/compare ./internal/benchmark
 	$(GO) test -tags peers -count=1 -v -run 'TestLiveTakeover/(nft|ip)tables' ./cmd/verdict
 
 # Three nodes with kubelet, containerd and runc in namespaces of this machine. Root only.

@@ -35,6 +35,8 @@ type Backend struct {
 	// they are not known.
 	want     table
 	services []netip.Prefix
+	// shared are the parts of them that others use, too.
+	shared []netip.Prefix
 	// dirty says that the kernel may not hold want, so that all of it has to be compared.
 	dirty bool
 	// unacked is what inner was asked for since Apply last succeeded as a whole.
@@ -210,7 +212,7 @@ func sum(inner, ours, cost dataplane.Receipt) dataplane.Receipt {
 // and reads what the kernel holds.
 func (b *Backend) update(want *dataplane.State, change dataplane.Change) (map[dataplane.Key]bool, error) {
 	var touched map[dataplane.Key]bool
-	b.services = nil
+	b.services, b.shared = nil, want.SharedRanges
 	if b.active && b.ipvs.handle.Closed() { // it waited too long
 		b.stale = true
 	}

@@ -19,7 +19,7 @@ const (
 	drainPause = 50 * time.Millisecond
 )
 
-// checkProgress is how far Check has come.
+// checkProgress is the progress of Check.
 type checkProgress struct {
 	// strayRoutes says that routes may exist to addresses that no Service needs.
 	strayRoutes bool

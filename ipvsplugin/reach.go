@@ -25,8 +25,9 @@ func (b *Backend) needsRoute(a netip.Addr) bool {
 // release the address at once, even if clients are still connected.
 func (b *Backend) mustRelease(a netip.Addr) bool {
 	_, routed := b.routes[a]
-	return routed && b.want.addrs[a] == 0 && b.services != nil &&
-		!slices.ContainsFunc(b.services, func(p netip.Prefix) bool { return p.Contains(a) })
+	holds := func(p netip.Prefix) bool { return p.Contains(a) }
+	return routed && b.want.addrs[a] == 0 &&
+		(slices.ContainsFunc(b.shared, holds) || b.services != nil && !slices.ContainsFunc(b.services, holds))
 }
 
 // readDevices reads the addresses of this host.

@@ -1,7 +1,6 @@
 package nft
 
 import (
-	"bytes"
 	"net/netip"
 	"slices"
 
@@ -19,6 +18,8 @@ type Found struct {
 	// all other chains.
 	Chains  map[ChainID]bool
 	Foreign []string
+	// Misled says that verdict maps do not lead to just these chains.
+	Misled bool
 	// Missing are the sets that a table should have and has not, and Extra those that it has though nothing needs them.
 	Missing, Extra []SetID
 	// Elements are those of all sets but Affinity, RevisionSet and DigestSet; they are read only for a repair. Revisions
@@ -48,6 +49,9 @@ func (s *Stale) All() bool { return *s == *AllStale() }
 
 // Shared reports whether what belongs to no Service alone is stale.
 func (s *Stale) Shared() bool { return s[sharedBucket] }
+
+// Element reports whether the bucket of an element is stale.
+func (s *Stale) Element(e *Element) bool { return s[e.bucket()] }
 
 // Service reports whether a Service, "namespace/name", is stale.
 func (s *Stale) Service(name string) bool { return s[bucketFor(name)] }
@@ -111,7 +115,7 @@ func (m *Model) AdoptCounting(found *ipfamily.Per[Found]) {
 
 // intact reports whether exactly a table's sets and chains are there, and its chains in sync.
 func (f *Found) intact(chains []Chain) bool {
-	return len(f.Missing)+len(f.Extra) == 0 && len(f.Chains) == len(chains) &&
+	return !f.Misled && len(f.Missing)+len(f.Extra) == 0 && len(f.Chains) == len(chains) &&
 		!slices.ContainsFunc(chains, func(c Chain) bool { return !f.Chains[c.ID] })
 }
 
@@ -162,29 +166,33 @@ func (m *Model) wanted(found *ipfamily.Per[Found], stale *Stale) (out ipfamily.P
 	}
 	out = m.elementsWhere(func(name snapshot.Name) bool { return stale.Service(name.String()) })
 	for i := range out {
+		var elements [NumSets][]Element
+		if stale.Shared() {
+			elements = m.tables[i].sharedElements()
+		}
 		for _, set := range shared {
-			out[i][set] = nil
-		}
-		if !stale.Shared() {
-			continue
-		}
-		for a := range m.tables[i].needed {
-			out[i][a.set] = append(out[i][a.set], a.element())
-		}
-		for _, set := range shared { // the same correction is the same bytes
-			slices.SortFunc(out[i][set], func(a, b Element) int { return bytes.Compare(a.Key(), b.Key()) })
+			out[i][set] = elements[set]
 		}
 	}
 	if stale.Shared() {
-		for i, elements := range m.Ranges(ServiceCIDRs) {
-			out[i][ServiceCIDRs] = elements
+		for _, set := range trees {
+			for i, elements := range m.Ranges(set) {
+				out[i][set] = elements
+			}
+		}
+		for i := range out {
+			out[i][SettingsSet] = settingElements(m.settings)
 		}
 	}
 	return out
 }
 
 // shared are the sets whose elements belong to no Service alone.
-var shared = [...]SetID{ClusterIPs, ServiceCIDRs, Hairpin, SilentClusterIPs, PingableIPs, LoadBalancerIPs}
+var shared = [...]SetID{Addresses, SourceKinds, Picks, SplitPicks, Kinds, Sources, Timeouts, ServiceCIDRs,
+	SharedRanges, Hairpin, SettingsSet}
+
+// trees are the sets for which IsTree is true, in the order of treeRanges.
+var trees = [...]SetID{ServiceCIDRs, SharedRanges}
 
 // IsShared reports whether a set's elements belong to no Service alone.
 func (s SetID) IsShared() bool { return slices.Contains(shared[:], s) }
@@ -378,6 +386,9 @@ func (m *Model) plannedElements(names []snapshot.Name) (out ipfamily.Per[[NumSet
 	}
 	for i := range out {
 		out[i] = p.txn.Tables[i].Add
+		for a := range p.kindsBefore[i] { // of which others may need something, too
+			m.tables[i].addKinds(&out[i], a)
+		}
 	}
 	return out
 }
@@ -453,7 +464,7 @@ func (f *Found) MemberKeys() map[SetID][]Element {
 	out := map[SetID][]Element{StickyEndpoints: nil, UncountedStickyEndpoints: nil}
 	sticky := map[uint32]bool{}
 	for i := range f.Elements[Pools] {
-		if e := &f.Elements[Pools][i]; e.Chain.Kind.isSticky() {
+		if e := &f.Elements[Pools][i]; e.Leads().Kind.isSticky() {
 			sticky[e.ID()] = true
 		}
 	}
@@ -479,7 +490,7 @@ func (f *Found) MemberKeys() map[SetID][]Element {
 // SlotKeys returns the keys of the slots to which an element of Pools leads.
 func (e *Element) SlotKeys(proto Protocol) []Element {
 	set, n := e.slots()
-	keys := make([]Element, min(n, maxSlots))
+	keys := make([]Element, n)
 	for slot := range keys {
 		keys[slot] = idElement(set, e.ID())
 		k := &keys[slot]
@@ -490,24 +501,22 @@ func (e *Element) SlotKeys(proto Protocol) []Element {
 	return keys
 }
 
-// maxSlots bounds how many slots are searched because of a chain's name: somebody else's chain may have any number.
-const maxSlots = 1 << 20
-
-// slots returns the map to which an element of Pools leads, and the number of slots from which one is chosen.
+// slots returns the map to which an element of Pools leads, and the number of slots from which one is chosen: some of
+// the last may be missing.
 func (e *Element) slots() (set SetID, n uint32) {
-	switch e.Chain.Kind {
+	switch c := e.Leads(); c.Kind {
 	case Pick, PickHash, PickHashPort:
-		return Endpoints, e.Chain.N
+		return Endpoints, c.N
 	case UncountedPick, StickyPick, UncountedHash, UncountedHashPort, StickyHash:
-		return UncountedEndpoints, e.Chain.N
+		return UncountedEndpoints, c.N
 	}
 	return Endpoints, 0
 }
 
 // Ranges returns all elements that a set of ranges should hold, in the order of Families.
 func (m *Model) Ranges(set SetID) (out ipfamily.Per[[]Element]) {
-	if set == ServiceCIDRs {
-		for _, c := range m.cidrs {
+	if n := slices.Index(trees[:], set); n >= 0 {
+		for _, c := range m.ranges[n] {
 			i := ipfamily.Of(c.Addr())
 			out[i] = append(out[i], prefixElement(set, c))
 		}

@@ -6,6 +6,7 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 	"github.com/verdict-proxy/verdict/sync/snapshot/snapshottest"
@@ -84,6 +85,9 @@ func (w *walk) restart(meddled bool) {
 	w.model, w.behind = Model{}, dataplane.Change{}
 	w.model.Load(w.planner.State())
 	found := w.kernel.found(&w.model)
+	for i, f := range ipfamily.All { // which Services ask for counters is in no line
+		current = current && found[i].Revision.Asked == w.model.Revision(f).Asked
+	}
 	w.model.AdoptCounting(found)
 	stale := w.model.Stale(found)
 	if current && stale.Any() || !stale.Any() && !current && !meddled {
@@ -146,7 +150,7 @@ func (w *walk) meddle() {
 			case w.world.Yes():
 				delete(t.sets[set], key)
 			case set == Pools:
-				e.Chain = NoLocalEndpoints.id()
+				e.setPool(NoLocalEndpoints.id(), e.ID())
 				t.sets[set][key] = e
 			case e.DataLen > 0:
 				e.data[0]++
@@ -159,8 +163,8 @@ func (w *walk) meddle() {
 		}
 	}
 	if w.world.IntN(4) == 0 {
-		e := addrElement(ClusterIPs, addr("192.0.2.77"), 1)
-		w.kernel[0].sets[ClusterIPs][string(e.Key())] = e
+		e := kindElement(Addresses, addr("192.0.2.77"), 1)
+		w.kernel[0].sets[Addresses][string(e.Key())] = e
 	}
 }
 

@@ -20,6 +20,8 @@ const (
 	failoverPool
 	scheduledCluster
 	scheduledLocal
+	// splitPools stands for the pools of frontends that have two.
+	splitPools
 	numPools
 	// sourcesOf is no pool: it names a Service's source ranges.
 	sourcesOf = numPools
@@ -33,14 +35,20 @@ type service struct {
 	// mixed says that a change is written in part, so that its ports are not all counted as they should be.
 	mixed      bool
 	clusterIPs []netip.Addr
-	// silent, pingable and balanced are elements of SilentClusterIPs, PingableIPs and LoadBalancerIPs.
+	// silent are cluster IPs without an endpoint. Pingable and balanced are load balancer addresses that answer a ping
+	// from outside, and of which unused ports are rejected.
 	silent, pingable, balanced []netip.Addr
 	ports                      []*port
 	// sources are the source ranges that may use its load balancer addresses, per family.
 	sources ipfamily.Per[sources]
 	// slotsUnknown says that it is unknown which endpoint has which slot in the kernel.
 	slotsUnknown bool
+	// byID finds a port, if there are many; port fills it in.
+	byID map[portID]*port
 }
+
+// fewPorts is how many ports are searched as fast as a map.
+const fewPorts = 16
 
 // sources are the source ranges of a Service in one family. The zero value is no restriction.
 type sources struct {
@@ -75,8 +83,8 @@ type pool struct {
 	// id identifies it in the kernel; 0 while it has none.
 	id   uint32
 	used bool
-	// verdict is the chain for a pool without a choice: NoEndpoints, NoLocalEndpoints, LeftToIPVS; NoChain means that
-	// nftables chooses an endpoint.
+	// verdict is the chain for a pool without a choice: NoEndpoints, NoLocalEndpoints, PassOn, LeftToIPVS, Split; NoChain
+	// means that nftables chooses an endpoint.
 	verdict ChainKind
 	// hash says which hash of the client is its slot; NoHash means that the slot is random.
 	hash dataplane.Hash
@@ -85,6 +93,8 @@ type pool struct {
 	// slots are the endpoints: sorted when compiled, then each at the slot it has in the kernel. With a hash they are a
 	// Maglev table from the start.
 	slots []netip.AddrPort
+	// unhealthy are endpoints that are ejected, and those that might be; sorted.
+	unhealthy []unhealthy
 }
 
 // frontend is one address of a service port.
@@ -98,7 +108,12 @@ type frontend struct {
 	restricted bool
 	// retry says that refused connections are tried again at another endpoint.
 	retry bool
+	// clusterIP says that it is at a cluster IP of its Service.
+	clusterIP bool
 }
+
+// indirect says that the frontend leads to split or restrict first.
+func (f *frontend) indirect() bool { return f.outside != f.inside || f.restricted }
 
 // masquerade says whose connections to a frontend are masqueraded. Cluster IPs have rules of their own.
 type masquerade uint8
@@ -147,9 +162,17 @@ func compilePort(sp *dataplane.ServicePort, limit int) *port {
 	p.markUsed()
 	for i, from := range [numPools]*dataplane.Pool{sp.Cluster, sp.Local, failoverOf(sp), sp.Cluster, sp.Local} {
 		pl := &p.pools[i]
+		if from == nil {
+			from = &dataplane.Pool{}
+		}
+		if pl.used {
+			pl.unhealthy = unhealthyOf(from)
+		}
 		switch {
 		case !pl.used:
 			continue
+		case i == int(splitPools):
+			pl.verdict = Split
 		case i >= int(scheduledCluster):
 			pl.verdict = LeftToIPVS
 		case len(from.Endpoints) > 0:
@@ -175,7 +198,8 @@ func compilePort(sp *dataplane.ServicePort, limit int) *port {
 func compileFrontend(sp *dataplane.ServicePort, f *dataplane.Frontend) frontend {
 	node, out := f.Route(dataplane.Node), f.Route(dataplane.Anyone)
 	scheduled := sp.Scheduled(f)
-	c := frontend{key: f.Key, restricted: f.Sources != nil, retry: retries(sp, node.Pool, out.Pool, scheduled != nil),
+	c := frontend{key: f.Key, clusterIP: f.Kind == dataplane.ClusterIP, restricted: f.Sources != nil,
+		retry:  retries(sp, node.Pool, out.Pool, scheduled != nil),
 		inside: poolOf(sp, node.Pool, scheduled), outside: poolOf(sp, out.Pool, scheduled)}
 	switch {
 	case f.Kind == dataplane.ClusterIP:
@@ -223,8 +247,12 @@ func (p *port) markUsed() {
 		p.pools[i].used = false
 	}
 	for i := range p.frontends {
-		p.pools[p.frontends[i].inside].used = true
-		p.pools[p.frontends[i].outside].used = true
+		f := &p.frontends[i]
+		p.pools[f.inside].used = true
+		p.pools[f.outside].used = true
+		if f.inside != f.outside && !f.restricted {
+			p.pools[splitPools].used = true
+		}
 	}
 }
 
@@ -243,21 +271,29 @@ func (p *port) memberSet() SetID { return StickyEndpoints.counted(p.counting.end
 
 // poolElement returns the pool's element of Pools.
 func (p *port) poolElement(i poolIndex) Element {
-	pl := &p.pools[i]
-	e := idElement(Pools, pl.id)
+	e := idElement(Pools, p.pools[i].id)
 	e.Comment = p.comment
+	e.setPool(p.chain(i), p.pools[i].id)
+	return e
+}
+
+// chain returns the chain that does what is to be done for a pool.
+func (p *port) chain(i poolIndex) ChainID {
+	pl := &p.pools[i]
 	if pl.verdict != NoChain {
-		e.Chain = pl.verdict.id()
-		return e
+		return pl.verdict.id()
 	}
-	e.Chain = ChainID{pickKinds[pl.hash].counted(p.slotSet(i) == Endpoints), uint32(len(pl.slots))}
+	c := ChainID{pickKinds[pl.hash].counted(p.slotSet(i) == Endpoints), uint32(len(pl.slots))}
 	if p.timeout > 0 {
-		e.Chain.Kind = StickyPick
+		c.Kind = StickyPick
 		if pl.hash != dataplane.NoHash {
-			e.Chain.Kind = StickyHash
+			c.Kind = StickyHash
 		}
 	}
-	return e
+	if pl.hash == dataplane.NoHash {
+		c.N = roomFor(len(pl.slots))
+	}
+	return c
 }
 
 // pickKinds are the chains that choose, by the pool's hash, among endpoints with counters.
@@ -273,13 +309,11 @@ func (k ChainKind) counted(yes bool) ChainKind {
 	return k + 1
 }
 
-// rememberElement returns the element that says how long a pool remembers its clients.
+// rememberElement returns the element that says how long a pool with session affinity remembers its clients.
 func (p *port) rememberElement(i poolIndex) Element {
 	e := idElement(Remember, p.pools[i].id)
-	e.Comment, e.Chain = p.comment, NotRemembered.id()
-	if p.sticky(i) {
-		e.Chain = ChainID{RememberFor, p.timeout}
-	}
+	e.Comment = p.comment
+	e.setID(timeoutFor(p.timeout))
 	return e
 }
 
@@ -308,13 +342,18 @@ func (p *port) elements(f *frontend, out *[perFrontend]Element) []Element {
 		e.Comment = p.comment
 		list = append(list, e)
 	}
-	to(Services.counted(p.counting.frontends()), p.pools[f.inside].id)
+	counted, first := p.counting.frontends(), p.pools[f.inside].id
+	if f.indirect() {
+		to(InsideServices.counted(counted), first)
+		first = p.pools[splitPools].id
+	}
 	if f.outside != f.inside {
-		to(OutsideServices.counted(p.counting.frontends()), p.pools[f.outside].id)
+		to(OutsideServices.counted(counted), p.pools[f.outside].id)
 	}
 	if f.restricted {
-		to(RestrictedServices, p.sourceID)
+		first = p.sourceID
 	}
+	to(Services.counted(counted), first)
 	switch f.masquerade {
 	case masqueradeEverybody:
 		to(ExternalServices, externalAll)
@@ -350,14 +389,14 @@ func (p *port) sameElements(o *port) bool {
 	return p.counting.frontends() == o.counting.frontends() && p.sourceID == o.sourceID && p.timeout > 0 == (o.timeout > 0)
 }
 
-// eachShared calls do for each address that a Service needs in a set of which the elements belong to no Service alone.
-func (s *service) eachShared(do func(SetID, netip.Addr)) {
+// eachAddress calls do for what a Service itself needs of each address; its frontends need more.
+func (s *service) eachAddress(do func(need, netip.Addr)) {
 	for _, in := range [...]struct {
-		set   SetID
+		need  need
 		addrs []netip.Addr
-	}{{ClusterIPs, s.clusterIPs}, {SilentClusterIPs, s.silent}, {PingableIPs, s.pingable}, {LoadBalancerIPs, s.balanced}} {
+	}{{needClusterIP, s.clusterIPs}, {needSilence, s.silent}, {needPing, s.pingable}, {needRefusal, s.balanced}} {
 		for _, a := range in.addrs {
-			do(in.set, a)
+			do(in.need, a)
 		}
 	}
 }
@@ -370,17 +409,27 @@ func (s *service) size() (n int) {
 	for _, p := range s.ports {
 		n += 2 * len(p.frontends)
 		for i := range p.pools {
-			n += 1 + len(p.pools[i].slots)
+			n += 1 + len(p.pools[i].slots) + len(p.pools[i].unhealthy)
 		}
 	}
 	return n
 }
 
+// port returns the port with an id; nil if there is none. The ports must be complete.
 func (s *service) port(id portID) *port {
-	if n := slices.IndexFunc(s.ports, func(p *port) bool { return p.id == id }); n >= 0 {
-		return s.ports[n]
+	if len(s.ports) <= fewPorts {
+		if n := slices.IndexFunc(s.ports, func(p *port) bool { return p.id == id }); n >= 0 {
+			return s.ports[n]
+		}
+		return nil
 	}
-	return nil
+	if s.byID == nil {
+		s.byID = make(map[portID]*port, len(s.ports))
+		for _, p := range s.ports {
+			s.byID[p.id] = p
+		}
+	}
+	return s.byID[id]
 }
 
 // sortedNames returns the keys of a map of Services in order.

@@ -2,27 +2,52 @@ package nft
 
 import (
 	"net/netip"
+	"slices"
 
 	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 )
 
-// FrontendKeys returns the keys under which a frontend's element may be.
-func FrontendKeys(c dataplane.Counted) [2]Element {
-	set := Services
+// FrontendKeys returns the keys under which a frontend's element may be, those with counters in the first half. That of
+// Services IsIndirect if there is another.
+func FrontendKeys(c dataplane.Counted) (keys []Element) {
+	sets := []SetID{Services, InsideServices}
 	if c.Outside {
-		set = OutsideServices
+		sets = []SetID{OutsideServices}
 	}
-	return [2]Element{frontendElement(set, c.Key), frontendElement(set.counted(false), c.Key)}
+	for _, counted := range [...]bool{true, false} {
+		for _, set := range sets {
+			keys = append(keys, frontendElement(set.counted(counted), c.Key))
+		}
+	}
+	return keys
 }
 
-// FrontendSets returns the maps from frontends to pools.
-func FrontendSets() [4]SetID { return frontendSets }
+// FrontendKey returns the key of a frontend's element, in the map in which it was when it was read before.
+func FrontendKey(c *dataplane.FrontendCount) Element {
+	set := Services
+	switch {
+	case c.Outside:
+		set = OutsideServices
+	case c.Indirect:
+		set = InsideServices
+	}
+	return frontendElement(set.counted(!c.Uncounted), c.Key)
+}
 
-// CountedSlots returns the keys of a pool's n slots in the map with counters.
+// IsIndirect reports whether an element of Pools leads to another map of frontends, which has the pool.
+func (e *Element) IsIndirect() bool { return e.Leads().Kind == Split || e.Leads().Kind == Restrict }
+
+// FrontendSets returns the maps from frontends to pools.
+func FrontendSets() [6]SetID { return frontendSets }
+
+// CountedSlots returns the keys of a pool's slots in the map with counters, of which there are at most n.
 func CountedSlots(pool uint32, proto Protocol, n int) []Element {
+	if n == 0 {
+		return nil
+	}
 	e := idElement(Pools, pool)
-	e.Chain = ChainID{Pick, uint32(n)}
+	e.setPool(ChainID{Pick, roomFor(n)}, pool)
 	return e.SlotKeys(proto)
 }
 
@@ -35,13 +60,14 @@ func MemberKey(pool uint32, ep netip.AddrPort) Element {
 	return memberElement(StickyEndpoints, pool, ep)
 }
 
-// FrontendCount returns the count of an element of Services or OutsideServices, whose pool has the given element. It is
-// not ok if that element leads to no chain of a pool.
+// FrontendCount returns the count of an element of the maps of frontends, whose pool has the given element. It is not
+// ok if that element leads to no chain of a pool.
 func (l *Listed) FrontendCount(pool *Element) (c dataplane.FrontendCount, ok bool) {
-	c.Counted = dataplane.Counted{Key: l.FrontendKey(),
-		Outside: l.Set == OutsideServices || l.Set == UncountedOutsideServices}
+	outside := l.Set == OutsideServices || l.Set == UncountedOutsideServices
+	c.Counted = dataplane.Counted{Key: l.FrontendKey(), Outside: outside}
 	c.Packets, c.Uncounted, c.Pool = l.Packets, !l.Counted, pool.ID()
-	switch pool.Chain.Kind {
+	c.Indirect = l.Set != Services && l.Set != UncountedServices
+	switch pool.Leads().Kind {
 	case NoEndpoints:
 		c.Empty = dataplane.Reject
 	case NoLocalEndpoints:
@@ -54,7 +80,8 @@ func (l *Listed) FrontendCount(pool *Element) (c dataplane.FrontendCount, ok boo
 		c.Sticky = true
 		fallthrough
 	case Pick, UncountedPick, PickHash, UncountedHash, PickHashPort, UncountedHashPort:
-		c.Endpoints = int(pool.Chain.N)
+		chain := pool.Leads()
+		c.Endpoints, c.AtMost = int(chain.N), !chain.Kind.isHash() && chain.N > exactSizes
 	default:
 		return c, false
 	}
@@ -90,20 +117,23 @@ func (m *Model) Fill() (out ipfamily.Per[Fill]) {
 // Refuses returns why a rule with a counter refuses packets, given its chain and the first set that it looks up, if
 // any.
 func Refuses(chain ChainKind, set string) (dataplane.Refusal, bool) {
-	if chain == FirstEndpoint || chain == UncountedFirstEndpoint {
+	switch {
+	case chain == FirstEndpoint, chain == UncountedFirstEndpoint, chain == Split, set == Services.String(),
+		set == UncountedServices.String():
 		return dataplane.RefusedOvertaken, true
-	}
-	switch set {
-	case RestrictedServices.String():
+	case chain == Restrict:
 		return dataplane.RefusedSourceRanges, true
-	case ClusterIPs.String(), LoadBalancerIPs.String():
-		return dataplane.RefusedUnusedPort, true
-	case ServiceCIDRs.String():
+	case chain == Unallocated:
 		return dataplane.RefusedUnallocated, true
-	case Services.String(), UncountedServices.String():
-		return dataplane.RefusedOvertaken, true
+	case slices.Contains(addressKinds[:], chain):
+		return dataplane.RefusedUnusedPort, true
 	}
 	return 0, false
+}
+
+// Refusing returns the chains whose rules turn packets away that no frontend counts as refused.
+func Refusing() []ChainKind {
+	return append(addressKinds[:], Restrict, Split, Unallocated, FirstEndpoint, UncountedFirstEndpoint)
 }
 
 // PoolIDs returns the pools of one family with session affinity, by the frontends that lead to them.

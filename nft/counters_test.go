@@ -79,14 +79,22 @@ func find(elements []Listed, key Element) *Listed {
 func checkCount(t *testing.T, l *Listing, at dataplane.Counted, pool *dataplane.Pool,
 	sp *dataplane.ServicePort) dataplane.FrontendCount {
 	t.Helper()
-	key := FrontendKeys(at)[0]
-	e := find(l.Elements[key.Set], key)
+	var e, led *Listed
+	for _, key := range FrontendKeys(at) {
+		found := find(l.Elements[key.Set], key)
+		if found == nil {
+			continue
+		}
+		pool := find(l.Elements[Pools], PoolKey(found.PoolID()))
+		if pool == nil {
+			t.Fatalf("%+v has no pool", at)
+		}
+		if !pool.IsIndirect() {
+			e, led = found, pool
+		}
+	}
 	if e == nil {
 		t.Fatalf("%+v is not listed", at)
-	}
-	led := find(l.Elements[Pools], PoolKey(e.PoolID()))
-	if led == nil {
-		t.Fatalf("%+v has no pool", at)
 	}
 	c, ok := e.FrontendCount(&led.Element)
 	want := dataplane.FrontendCount{Counted: at, Endpoints: len(pool.Endpoints), Packets: 7, Pool: e.PoolID(),
@@ -100,9 +108,11 @@ func checkCount(t *testing.T, l *Listing, at dataplane.Counted, pool *dataplane.
 	default:
 		want.Sticky = sp.Affinity > 0
 	}
+	want.Indirect = e.Set == InsideServices || e.Set == OutsideServices
 	if len(pool.Endpoints) > 0 && c.Endpoints >= len(pool.Endpoints) {
 		want.Endpoints = c.Endpoints // an endpoint may have several slots
 	}
+	want.AtMost = want.Endpoints > exactSizes && sp.Hash == dataplane.NoHash
 	if !ok || c != want {
 		t.Fatalf("counted %+v, %v; want %+v", c, ok, want)
 	}
@@ -216,4 +226,33 @@ func scheduledAt(sp *dataplane.ServicePort, k dataplane.Key) *dataplane.Pool {
 		}
 	}
 	return nil
+}
+
+// TestCountAtMost: beyond sixteen slots, the kernel tells only a bound of how many a pool has; all of them are read.
+func TestCountAtMost(t *testing.T) {
+	for n, most := range map[int]int{16: 16, 17: 20, 20: 20, 101: 112} {
+		l := List(stateOf(webService(), numbers(n)...))[0]
+		e, pool := &l.Elements[Services][0], &l.Elements[Pools][0].Element
+		c, ok := e.FrontendCount(pool)
+		if !ok || c.Endpoints != most || c.AtMost != (n > 16) {
+			t.Errorf("%d endpoints: %+v, %v; want %d", n, c, ok, most)
+		}
+		found := 0
+		for _, key := range CountedSlots(c.Pool, e.FrontendKey().Protocol, c.Endpoints) {
+			if find(l.Elements[key.Set], key) != nil {
+				found++
+			}
+		}
+		if found != n {
+			t.Errorf("%d of %d slots are asked for", found, n)
+		}
+	}
+}
+
+func numbers(n int) []int {
+	list := make([]int, n)
+	for i := range list {
+		list[i] = i + 1
+	}
+	return list
 }

@@ -138,10 +138,14 @@ func (s *service) elements() (frontends, endpoints int) {
 
 // elements counts a frontend's elements that could have counters.
 func (f *frontend) elements() int {
-	if f.inside != f.outside {
-		return 2
+	n := 1
+	if f.indirect() {
+		n++
 	}
-	return 1
+	if f.inside != f.outside {
+		n++
+	}
+	return n
 }
 
 // counted copies a service, with another counting.

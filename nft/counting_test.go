@@ -144,7 +144,8 @@ func TestNeedsAreWhatIsCounted(t *testing.T) {
 					all += len(kernel[i].sets[id])
 				}
 			}
-			frontends += len(kernel[i].sets[Services]) + len(kernel[i].sets[OutsideServices])
+			frontends += len(kernel[i].sets[Services]) + len(kernel[i].sets[InsideServices]) +
+				len(kernel[i].sets[OutsideServices])
 		}
 		if n := m.totalNeeds(); n[CountEndpoints] != all || n[CountFrontends] != frontends {
 			t.Fatalf("step %d: needs are %v; counted are %d elements, %d of frontends", step, n, all, frontends)

@@ -23,8 +23,10 @@ type planner struct {
 	planned int
 	// bucket is where what is planned counts for the digests.
 	bucket int
-	// chainsBefore holds the count of each numbered chain that this transaction touches, as it was.
+	// chainsBefore holds the count of each numbered chain that this transaction touches, as it was, and kindsBefore the
+	// kinds of addresses.
 	chainsBefore ipfamily.Per[map[ChainID]int]
+	kindsBefore  ipfamily.Per[map[netip.Addr]uint32]
 }
 
 // slotsKey names a pool of a family.
@@ -33,7 +35,7 @@ type slotsKey struct {
 	id     uint32
 }
 
-// globals takes over what all Services share, but for the ServiceCIDRs.
+// globals takes over what all Services share, but for the trees.
 func (p *planner) globals(s *dataplane.State) {
 	for i, f := range ipfamily.All {
 		tm, wanted := &p.m.tables[i], StructureOf(s, f)
@@ -74,7 +76,6 @@ func (m *Model) followElements() {
 // structures plans the chains of the tables, where they are not the same as before the transaction.
 func (p *planner) structures() {
 	p.chains()
-	p.m.followElements()
 	for i, f := range ipfamily.All {
 		was, is := p.txn.undo.tables[i].structure, p.m.tables[i].structure
 		if was == is {
@@ -138,14 +139,27 @@ func sameRules(f ipfamily.Family, a, b []Rule) bool {
 	return slices.EqualFunc(a, b, func(x, y Rule) bool { return x.Text(f) == y.Text(f) })
 }
 
-func (p *planner) cidrs(now []netip.Prefix) {
+// treeRanges are the elements of each of the trees.
+type treeRanges [len(trees)][]netip.Prefix
+
+func rangesOf(s *dataplane.State) treeRanges { return treeRanges{s.ServiceCIDRs, s.SharedRanges} }
+
+// shared takes over the elements that belong to no Service.
+func (p *planner) shared(ranges treeRanges, settings []string) {
+	p.trees(ranges)
+	p.settings(settings)
+}
+
+func (p *planner) trees(now treeRanges) {
 	p.bucket = sharedBucket
-	prefixes(p.m.cidrs, now, func(c netip.Prefix) {
-		p.del(ipfamily.Of(c.Addr()), prefixElement(ServiceCIDRs, c))
-	}, func(c netip.Prefix) {
-		p.add(ipfamily.Of(c.Addr()), prefixElement(ServiceCIDRs, c))
-	})
-	p.m.cidrs = now
+	for n, set := range trees {
+		prefixes(p.m.ranges[n], now[n], func(c netip.Prefix) {
+			p.del(ipfamily.Of(c.Addr()), prefixElement(set, c))
+		}, func(c netip.Prefix) {
+			p.add(ipfamily.Of(c.Addr()), prefixElement(set, c))
+		})
+	}
+	p.m.ranges = now
 }
 
 // prefixes calls gone and come for the differences of two lists.
@@ -182,8 +196,8 @@ func (p *planner) move(name snapshot.Name, before, now *service) {
 	p.accountNeeds(now, +1)
 	p.markCounted(before, (*Digest).sub)
 	p.markCounted(now, (*Digest).add)
-	now.eachShared(func(set SetID, a netip.Addr) { p.count(set, a, +1) })
-	before.eachShared(func(set SetID, a netip.Addr) { p.count(set, a, -1) })
+	now.eachAddress(func(n need, a netip.Addr) { p.count(n, a, +1) })
+	before.eachAddress(func(n need, a netip.Addr) { p.count(n, a, -1) })
 	for i, f := range ipfamily.All {
 		p.sources(f, name, before.sources[i], now.sources[i])
 	}
@@ -215,6 +229,8 @@ func (p *planner) sources(f ipfamily.Family, name snapshot.Name, before, now sou
 	planned := p.planned
 	defer func() { p.planned += (rangeCost - 1) * (p.planned - planned) }()
 	element := func(id uint32, c netip.Prefix) Element { return sourcesElement(name, id, c) }
+	p.element(f, before.id != 0, now.id != 0, func() Element { return restrictElement(name, before.id) },
+		func() Element { return restrictElement(name, now.id) })
 	if before.id != now.id { // one of them is none
 		for _, c := range before.ranges {
 			p.del(f, element(before.id, c))
@@ -225,29 +241,18 @@ func (p *planner) sources(f ipfamily.Family, name snapshot.Name, before, now sou
 		func(c netip.Prefix) { p.add(f, element(now.id, c)) })
 }
 
+// restrictElement returns the element of Pools that leads to the check of source ranges.
+func restrictElement(name snapshot.Name, id uint32) Element {
+	e := idElement(Pools, id)
+	e.Comment = commentOf(name.String())
+	e.setPool(Restrict.id(), id)
+	return e
+}
+
 func sourcesElement(name snapshot.Name, id uint32, c netip.Prefix) Element {
 	e := sourceElement(id, c)
 	e.Comment = commentOf(name.String())
 	return e
-}
-
-// count adds to the number of those who need an element, and plans it when the first comes or the last goes. Callers
-// let come before they let go: so what stays is never planned. Such elements belong to no Service alone.
-func (p *planner) count(set SetID, a netip.Addr, by int) {
-	needed, at := p.m.tables[ipfamily.Of(a)].needed, sharedAddr{set, a}
-	before, e := needed[at], at.element()
-	if needed[at] += by; needed[at] == 0 {
-		delete(needed, at)
-	}
-	own := p.bucket
-	p.bucket = sharedBucket
-	switch {
-	case before == 0:
-		p.add(ipfamily.Of(a), e)
-	case before+by == 0:
-		p.del(ipfamily.Of(a), e)
-	}
-	p.bucket = own
 }
 
 func (p *planner) add(f ipfamily.Family, e Element) {
@@ -258,7 +263,7 @@ func (p *planner) add(f ipfamily.Family, e Element) {
 	p.planned++
 	tm.count[e.Set]++
 	tm.digests[p.bucket].add(e.digest())
-	p.countReference(f, e.Chain, +1)
+	p.countReference(f, &e, +1)
 }
 
 func (p *planner) del(f ipfamily.Family, e Element) {
@@ -269,7 +274,7 @@ func (p *planner) del(f ipfamily.Family, e Element) {
 	p.planned++
 	tm.count[e.Set]--
 	tm.digests[p.bucket].sub(e.digest())
-	p.countReference(f, e.Chain, -1)
+	p.countReference(f, &e, -1)
 }
 
 func (p *planner) replace(f ipfamily.Family, before, now Element) {
@@ -279,9 +284,12 @@ func (p *planner) replace(f ipfamily.Family, before, now Element) {
 }
 
 // countReference counts what leads to a numbered chain, and to the chain that one leads to.
-func (p *planner) countReference(f ipfamily.Family, c ChainID, by int) {
+func (p *planner) countReference(f ipfamily.Family, e *Element, by int) {
+	if e.Set != Pools && e.Set != Remember {
+		return
+	}
 	chains, before := p.m.tables[f].chains, p.chainsBefore[f]
-	for ; c.Kind > numFixedChains; c = c.next() {
+	for c := e.Leads(); c.Kind > numFixedChains; c = c.next() {
 		if _, ok := before[c]; !ok {
 			before[c] = chains[c]
 		}
@@ -292,25 +300,39 @@ func (p *planner) countReference(f ipfamily.Family, c ChainID, by int) {
 // chains plans the numbered chains that something leads to for the first time, and removes those nothing leads to any
 // more.
 func (p *planner) chains() {
-	for i := range ipfamily.All {
+	p.addresses()
+	for i, f := range ipfamily.All {
 		tt, tm := &p.txn.Tables[i], &p.m.tables[i]
-		var come []ChainID
+		var come, gone []ChainID
 		for c, before := range p.chainsBefore[i] {
 			switch now := tm.chains[c]; {
 			case before == 0 && now > 0:
 				come = append(come, c)
 			case now == 0:
 				if delete(tm.chains, c); before > 0 {
-					tt.DelChains = append(tt.DelChains, c)
+					gone = append(gone, c)
 				}
 			}
 		}
-		p.m.followElements() // numbered chains look at what is used, too
-		for _, c := range come {
-			tt.AddChains = append(tt.AddChains, numbered(c, tm.structure))
-		}
+		slices.SortFunc(come, compareChains) // the same change is the same bytes
+		slices.SortFunc(gone, compareChains)
+		p.inShared(func() {
+			for _, c := range come {
+				tt.AddChains = append(tt.AddChains, numbered(c))
+				for _, e := range leadingTo(c) {
+					p.add(f, e)
+				}
+			}
+			for _, c := range gone {
+				tt.DelChains = append(tt.DelChains, c)
+				for _, e := range leadingTo(c) {
+					p.del(f, e)
+				}
+			}
+		})
 		tt.sortChains()
 	}
+	p.m.followElements()
 }
 
 // sortChains puts chains into an order in which those that others lead to are there before them, and go after them.

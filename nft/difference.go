@@ -37,8 +37,10 @@ func (d Difference) String() string {
 func (d *Difference) Service() string { return serviceOf(d.Port) }
 
 func serviceOf(comment string) string {
-	service, _, _ := strings.Cut(comment, ":")
-	return service
+	if i := strings.IndexAny(comment, ":,"); i >= 0 {
+		return comment[:i]
+	}
+	return comment
 }
 
 // Differences returns how the found tables differ from what the model holds after its first Plan. It ignores which
@@ -64,14 +66,14 @@ func (m *Model) Differences(found *ipfamily.Per[Found], have *ipfamily.Per[Table
 
 // Differences returns what transactions in a row write, in their order, as differences: Wanted is added, the rest is
 // deleted. have are the tables before the first of them, with their rules. What only keeps the books, as revisions, is
-// left out.
+// left out, and so are the elements of verdict maps, which follow from the chains.
 func Differences(txns []*Txn, have *ipfamily.Per[Table]) (out []Difference) {
 	for _, txn := range txns {
 		for i, f := range ipfamily.All {
 			tt := &txn.Tables[i]
 			out = append(out, structureDifferences(f, tt, &have[i])...)
 			for set := range NumSets {
-				if set.IsContent() {
+				if set.IsContent() && !setsByID[set].Verdicts {
 					out = append(out, elementDifferences(f, set, tt, nil)...)
 				}
 			}
@@ -139,7 +141,8 @@ func changedRules(f ipfamily.Family, a, b []Rule) (x, y []Rule) {
 	return a, b
 }
 
-// owners maps cluster IPs to their Services: their elements do not name the Service themselves.
+// owners maps addresses to their Services, or to nothing if several have them: their elements do not name the Service
+// themselves.
 type owners map[netip.Addr]string
 
 // newOwners reads the comments of what was found.
@@ -148,7 +151,7 @@ func newOwners(found *ipfamily.Per[Found]) owners {
 	for i := range found {
 		for _, set := range [...]SetID{Services, UncountedServices} {
 			for _, e := range found[i].Elements[set] {
-				own[e.FrontendKey().Addr] = serviceOf(e.Comment)
+				own.add(e.FrontendKey().Addr, serviceOf(e.Comment))
 			}
 		}
 	}
@@ -158,18 +161,31 @@ func newOwners(found *ipfamily.Per[Found]) owners {
 // model adds what a model knows.
 func (own owners) model(m *Model) {
 	for name, s := range m.services {
-		for _, a := range s.clusterIPs {
-			own[a] = name.String()
+		for _, p := range s.ports {
+			for i := range p.frontends {
+				own.add(p.frontends[i].key.Addr, name.String())
+			}
 		}
+		s.eachAddress(func(_ need, a netip.Addr) { own.add(a, name.String()) })
 	}
 }
 
-// of returns the comment of the service port to which an element belongs; for a cluster IP it names only the Service.
+func (own owners) add(a netip.Addr, service string) {
+	if other, known := own[a]; known && other != service {
+		service = ""
+	}
+	own[a] = service
+}
+
+// of returns the comment of the service port to which an element belongs; for an address it names only the Service.
 func (own owners) of(e *Element) string {
 	switch {
-	case e.Set == ClusterIPs || e.Set == SilentClusterIPs:
+	case e.Set == Addresses, e.Set == SourceKinds:
 		a, _ := netip.AddrFromSlice(e.Key())
 		return own[a]
+	case e.Set == UnhealthyEndpoints:
+		port, _, _ := strings.Cut(e.Comment, ",")
+		return port
 	case e.Set.IsContent() && !e.Set.IsShared():
 		return e.Comment
 	}
@@ -181,7 +197,7 @@ func ChainsFor(elements *[NumSets][]Element) []ChainID {
 	seen := map[ChainID]bool{}
 	for _, set := range [...]SetID{Pools, Remember} {
 		for i := range elements[set] {
-			for c := elements[set][i].Chain; c.Kind > numFixedChains && !seen[c]; c = c.next() {
+			for c := elements[set][i].Leads(); c.Kind > numFixedChains && !seen[c]; c = c.next() {
 				seen[c] = true
 			}
 		}
@@ -207,11 +223,8 @@ func DigestsOfElements(f ipfamily.Family, s Structure, found *Found) Digests {
 	for set := range NumSets {
 		for i := range found.Elements[set] {
 			e := &found.Elements[set][i]
-			switch {
-			case set.IsShared():
-				d[sharedBucket].add(e.digest())
-			case set.IsContent():
-				d[bucketFor(serviceOf(e.Comment))].add(e.digest())
+			if set.IsContent() {
+				d[e.bucket()].add(e.digest())
 			}
 		}
 	}
@@ -262,14 +275,16 @@ func (c *consistency) checkFrontends() {
 		}
 	}
 	for i := range c.elements[Pools] {
-		if e := &c.elements[Pools][i]; !led[e.ID()] {
+		if e := &c.elements[Pools][i]; !led[e.ID()] && e.Leads().Kind != Restrict { // ranges come before what they restrict
 			c.report(e, "no frontend leads there")
 		}
 	}
 }
 
-// frontendSets are the maps from frontends to pools.
-var frontendSets = [...]SetID{Services, UncountedServices, OutsideServices, UncountedOutsideServices}
+// frontendSets are the maps from frontends to pools. InsideServices and OutsideServices come behind Services, which may
+// lead to them, and each before its twin without counters.
+var frontendSets = [...]SetID{Services, UncountedServices, InsideServices, UncountedInsideServices, OutsideServices,
+	UncountedOutsideServices}
 
 // checkPools checks the pools with their slots and members.
 func (c *consistency) checkPools() {
@@ -277,7 +292,7 @@ func (c *consistency) checkPools() {
 	for _, set := range slotSets {
 		slots := c.slots(set)
 		for i := range c.elements[Pools] {
-			if e := &c.elements[Pools][i]; e.Chain.Kind < numFixedChains {
+			if e := &c.elements[Pools][i]; e.Leads().Kind < numFixedChains {
 				c.checkVerdict(e, set)
 			} else if at, n := e.slots(); at == set {
 				c.checkSlots(e, n, slots[e.ID()], members[e.ID()])
@@ -294,8 +309,8 @@ func (c *consistency) checkPools() {
 
 // checkVerdict checks a pool without a choice.
 func (c *consistency) checkVerdict(e *Element, set SetID) {
-	switch e.Chain.Kind {
-	case NoEndpoints, NoLocalEndpoints, PassOn, LeftToIPVS:
+	switch e.Leads().Kind {
+	case NoEndpoints, NoLocalEndpoints, PassOn, LeftToIPVS, Restrict, Split:
 	default:
 		if set == Endpoints { // once is enough
 			c.report(e, "its verdict is none that Verdict writes there")
@@ -307,6 +322,9 @@ func (c *consistency) checkVerdict(e *Element, set SetID) {
 func (c *consistency) checkSlots(
 	e *Element, n uint32, slots map[uint32]netip.AddrPort, members map[netip.AddrPort]bool,
 ) {
+	if c := e.Leads(); !c.Kind.isHash() && n > exactSizes { // as many as need this chain, or more
+		n = max(uint32(len(slots)), sizeOfClass(sizeClass(n)-1)+1)
+	}
 	same, missing, distinct := len(slots) == int(n), -1, map[netip.AddrPort]bool{}
 	for slot := range n {
 		ep, ok := slots[slot]
@@ -317,7 +335,7 @@ func (c *consistency) checkSlots(
 		same, distinct[ep] = same && members[ep], true
 		delete(slots, slot)
 	}
-	if e.Chain.Kind.isSticky() && (missing < 0) && (!same || len(members) != len(distinct)) {
+	if e.Leads().Kind.isSticky() && (missing < 0) && (!same || len(members) != len(distinct)) {
 		c.report(e, "its members are others than its slots")
 	}
 }

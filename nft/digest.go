@@ -58,10 +58,15 @@ func (e *Element) digest() Digest {
 	switch set {
 	case Endpoints, UncountedEndpoints:
 		key, set = key[:len(key)-slotLen], Endpoints
-	case UncountedServices, UncountedOutsideServices, UncountedStickyEndpoints:
+	case UncountedServices, UncountedOutsideServices, UncountedInsideServices, UncountedStickyEndpoints:
 		set--
+	case Picks, SplitPicks, Timeouts: // which follow from the chains in use
+		return Digest{}
 	}
-	chain := e.Chain
+	chain, data := e.Chain, e.Data()
+	if set == Pools {
+		chain, data = e.Leads(), nil // the number is in the key
+	}
 	switch chain.Kind {
 	case UncountedPick, UncountedHash, UncountedHashPort:
 		chain.Kind--
@@ -69,7 +74,7 @@ func (e *Element) digest() Digest {
 	var room [maxKey + len(e.data) + 16 + maxComment]byte
 	b := append(room[:0], byte(set), byte(len(key)), e.Bits, e.DataLen, byte(chain.Kind))
 	b = binary.BigEndian.AppendUint32(b, chain.N)
-	b = append(append(b, key...), e.Data()...)
+	b = append(append(b, key...), data...)
 	return digestOf(append(b, e.Comment...))
 }
 
@@ -146,7 +151,7 @@ func DigestsOf(elements []Element) (d Digests, ok bool) {
 
 // formatVersion is part of every digest. Raise it when the same text goes to the kernel as other bytes than before, so
 // that tables written by older versions are replaced.
-const formatVersion = 2
+const formatVersion = 3
 
 // digest hashes a structure: the text of everything that its table could hold besides elements, except chains
 // that hash: chains in use are compared anyway. It includes sets that are not in use, because what is in use follows

@@ -16,8 +16,8 @@ import (
 // slotLen is the length of the slot that ends the key of an endpoint.
 const slotLen = 4
 
-// maxKey is the longest key: two IPv6 addresses.
-const maxKey = 32
+// maxKey is the longest key: a frontend and an endpoint of IPv6.
+const maxKey = 40
 
 // Element is one element of a set or map. Its key and data are kept as the kernel has them: each field in network order
 // (the kernel's own order for slots and ids), padded to four bytes. Which fields they are, the Set says.
@@ -142,7 +142,7 @@ func addrElement(set SetID, a netip.Addr, n int) Element {
 	return e
 }
 
-// prefixElement gives an element of ServiceCIDRs.
+// prefixElement gives an element of a tree.
 func prefixElement(set SetID, p netip.Prefix) Element {
 	e := addrElement(set, p.Masked().Addr(), 1)
 	e.Bits = uint8(p.Bits())
@@ -290,16 +290,15 @@ func fieldValues(f ipfamily.Family, fields []Field, b []byte, order binary.ByteO
 
 func fieldValue(field Field, b []byte, order binary.ByteOrder) string {
 	switch field {
-	case SourceAddr, DestAddr, OriginalDestAddr:
+	case SourceAddr, DestAddr:
 		a, _ := netip.AddrFromSlice(b)
 		return a.String()
 	case L4Proto:
 		return snapshot.Protocol(b[0]).String()
-	case DestPort, OriginalDestPort, SourcePort:
+	case DestPort, SourcePort:
 		return strconv.Itoa(int(binary.BigEndian.Uint16(b)))
 	case Priority:
-		v := order.Uint32(b)
-		return fmt.Sprintf("%x:%x", v>>16, v&0xffff)
+		return classID(order.Uint32(b))
 	case Mark:
 		return fmt.Sprintf("0x%08x", binary.NativeEndian.Uint32(b))
 	}

@@ -122,8 +122,9 @@ func (t *fakeTable) incomplete() string {
 	for _, d := range Inconsistencies(&both) {
 		return d.Text
 	}
-	for _, e := range t.sets[RestrictedServices] {
-		if !slices.ContainsFunc(found.Elements[SourceRanges], func(r Element) bool { return r.ID() == e.PoolID() }) {
+	for _, e := range t.sets[Pools] {
+		if e.Leads().Kind == Restrict &&
+			!slices.ContainsFunc(found.Elements[SourceRanges], func(r Element) bool { return r.ID() == e.ID() }) {
 			return e.describe(t.family) + ": nobody may use it"
 		}
 	}
@@ -178,7 +179,7 @@ func (t *fakeTable) lines() []string {
 func hashedPools(pools []Element) map[uint32]bool {
 	out := map[uint32]bool{}
 	for i := range pools {
-		out[pools[i].ID()] = pools[i].Chain.Kind >= PickHash
+		out[pools[i].ID()] = pools[i].Leads().Kind.isHash()
 	}
 	return out
 }

@@ -17,6 +17,7 @@ func TestSame(t *testing.T) {
 func TestClone(t *testing.T) {
 	s := testkit.Filled[service]()
 	s.slotsUnknown = false // the slots of a copy are known
+	s.byID = nil           // and its ports are found anew
 	if c := s.cloneUnassigned(); !reflect.DeepEqual(c, s) {
 		t.Errorf("cloned: %+v\nfrom %+v", c, s)
 	}

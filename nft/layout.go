@@ -25,16 +25,23 @@ const (
 	UncountedServices
 	OutsideServices
 	UncountedOutsideServices
+	InsideServices
+	UncountedInsideServices
 	Pools
+	Picks
+	SplitPicks
 	Endpoints
 	UncountedEndpoints
-	RestrictedServices
+	Addresses
+	Kinds
+	SourceKinds
+	Sources
 	SourceRanges
-	ClusterIPs
 	ServiceCIDRs
 	ExternalServices
 	Hairpin
 	Remember
+	Timeouts
 	StickyServices
 	OutsideStickyServices
 	StickyEndpoints
@@ -46,19 +53,25 @@ const (
 	RetryServices
 	Unanswered
 	Refused
-	SilentClusterIPs
-	PingableIPs
-	LoadBalancerIPs
+	SharedRanges
+	UnhealthyEndpoints
+	SettingsSet
+	AnsweredBy
+	Accepted
+	Forsaken
+	Retried
 	// NumSets is how many there are.
 	NumSets
 )
 
-var setNames = [NumSets]string{
-	"services", "uncounted-services", "outside-services", "uncounted-outside-services", "pools", "endpoints",
-	"uncounted-endpoints", "restricted-services", "source-ranges", "cluster-ips", "service-cidrs", "external-services",
-	"hairpin", "remember", "sticky-services", "outside-sticky-services", "sticky-endpoints", "uncounted-sticky-endpoints",
-	"affinity", "scheduled", "revision", "digests", "retry-services", "unanswered", "refused",
-	"silent-cluster-ips", "pingable-ips", "load-balancer-ips",
+var setNames = [...]string{
+	"services", "uncounted-services", "outside-services", "uncounted-outside-services", "inside-services",
+	"uncounted-inside-services", "pools", "picks", "split-picks", "endpoints", "uncounted-endpoints",
+	"addresses", "kinds", "source-kinds", "sources", "source-ranges", "service-cidrs", "external-services",
+	"hairpin", "remember", "timeouts", "sticky-services", "outside-sticky-services", "sticky-endpoints",
+	"uncounted-sticky-endpoints", "affinity", "scheduled", "revision", "digests", "retry-services",
+	"unanswered-by", "refused-by", "shared-ranges", "unhealthy-endpoints", "settings", "answered-by",
+	"accepted", "forsaken", "retried",
 }
 
 func (s SetID) String() string { return setNames[s] }
@@ -68,17 +81,25 @@ func (s SetID) String() string { return setNames[s] }
 func (s SetID) isBookkeeping() bool { return s == RevisionSet || s == DigestSet || s.IsDynamic() }
 
 // IsDynamic reports whether rules write to a set, so that its elements come and go at any time.
-func (s SetID) IsDynamic() bool { return s == Affinity || s == Unanswered || s == Refused }
+func (s SetID) IsDynamic() bool { return s == Affinity || slices.Contains(EvidenceSets[:], s) }
 
 // EvidenceSets are the sets of evidence, which a table has only while Structure.Evidence is set.
-var EvidenceSets = [...]SetID{Unanswered, Refused}
+var EvidenceSets = [...]SetID{Unanswered, Refused, AnsweredBy, Accepted, Forsaken, Retried}
 
 // ComesLater reports whether a set can be added to a table that was written without it, by an earlier version or for
 // another Structure.
-func (s SetID) ComesLater() bool { return IsOptional(s) || slices.Contains(EvidenceSets[:], s) }
+func (s SetID) ComesLater() bool { return slices.Contains(EvidenceSets[:], s) }
 
 // IsContent reports whether a set's elements follow from the Services.
 func (s SetID) IsContent() bool { return !s.isBookkeeping() }
+
+// IsTree reports whether a set holds ranges of addresses alone, for which the kernel has a tree.
+func (s SetID) IsTree() bool { return s == ServiceCIDRs || s == SharedRanges }
+
+// IsUncounted reports whether a map of frontends is the twin of one with counters.
+func (s SetID) IsUncounted() bool {
+	return s == UncountedServices || s == UncountedInsideServices || s == UncountedOutsideServices
+}
 
 // counted returns the map for a set's elements with counters, or its twin for those without.
 func (s SetID) counted(yes bool) SetID {
@@ -107,14 +128,27 @@ const (
 	Input
 	Postrouting
 	Restrict
-	Frontends
-	LoadBalancers
+	Split
+	ClusterIP
+	SilentClusterIP
+	LoadBalancer
+	SilentLoadBalancer
+	PingableAddress
+	OtherAddress
+	Unallocated
 	NoEndpoints
 	NoLocalEndpoints
 	AffinityLookup
 	RememberAffinity
-	NotRemembered
+	StickyPool
 	TranslatedChain
+	FromClusterIP
+	FromExternal
+	FromBoth
+	FromStickyClusterIP
+	FromStickyExternal
+	FromStickyBoth
+	MasqueradeClusterIP
 	MasqueradeAll
 	MasqueradeNode
 	LeftToIPVS
@@ -122,6 +156,7 @@ const (
 	FirstEndpoint
 	UncountedFirstEndpoint
 	RefusedChain
+	Answers
 	UnansweredChain
 	Evidence
 	EvidenceInput
@@ -145,11 +180,17 @@ const (
 // isSticky reports whether a chain looks into the affinity map before an endpoint is chosen.
 func (k ChainKind) isSticky() bool { return k == StickyPick || k == StickyHash }
 
+// isHash reports whether a chain takes the slot that a hash of the client gives.
+func (k ChainKind) isHash() bool { return k >= PickHash }
+
 var chainNames = [...]string{
-	"", "guard-loopback", "prerouting", "output", "input", "postrouting", "restrict", "frontends", "load-balancers",
-	"no-endpoints", "no-local-endpoints", "affinity-lookup", "remember-affinity", "not-remembered", "translated",
-	"masquerade-all", "masquerade-node", "left-to-ipvs", "pass-on", "first-endpoint", "uncounted-first-endpoint",
-	"refused", "unanswered", "evidence", "evidence-input", "", "pick",
+	"", "guard-loopback", "prerouting", "output", "input", "postrouting", "restrict", "split", "cluster-ip",
+	"silent-cluster-ip", "load-balancer", "silent-load-balancer", "pingable-address", "other-address", "unallocated",
+	"no-endpoints", "no-local-endpoints", "affinity-lookup", "remember-affinity", "sticky-pool", "translated",
+	"from-cluster-ip", "from-external", "from-both", "from-sticky-cluster-ip", "from-sticky-external",
+	"from-sticky-both", "masquerade-cluster-ip", "masquerade-all", "masquerade-node", "left-to-ipvs", "pass-on",
+	"first-endpoint", "uncounted-first-endpoint",
+	"refused", "answers", "unanswered", "evidence", "evidence-input", "", "pick",
 	"uncounted-pick", "sticky", "remember", "hash", "uncounted-hash", "hash-port", "uncounted-hash-port", "sticky-hash",
 }
 
@@ -160,6 +201,9 @@ func (c ChainID) Name() string {
 	}
 	return chainNames[c.Kind] + "-" + strconv.FormatUint(uint64(c.N), 10)
 }
+
+// IsNumbered reports whether the chain exists only for the elements that lead to it.
+func (c ChainID) IsNumbered() bool { return c.Kind > numFixedChains }
 
 // chainByName is Name's inverse.
 func chainByName(name string) (ChainID, bool) {
@@ -185,21 +229,28 @@ var (
 	frontendKey = []Field{DestAddr, L4Proto, DestPort}
 	toFrontend  = Concat{Fields: frontendKey}
 	tupleKey    = Concat{Fields: []Field{OriginalDestAddr, L4Proto, OriginalDestPort}}
-	poolKey     = Concat{Fields: []Field{Priority}}
-	affinityKey = Concat{Fields: []Field{Priority, SourceBucket}, Mod: AffinityBuckets}
+	toAddress   = Concat{Fields: []Field{DestAddr}}
+	// originalAddress is the original destination's address.
+	originalAddress = Concat{Fields: []Field{OriginalDestAddr}}
+
+	wholeKey    = Concat{Fields: []Field{Priority}}
+	classKey    = Concat{Fields: []Field{PoolClass}}
+	affinityKey = Concat{Fields: []Field{PoolNumber, SourceBucket}, Mod: AffinityBuckets}
 	target      = []Field{DestAddr, DestPort}
 	protocols   = [...]Protocol{snapshot.TCP, snapshot.UDP, snapshot.SCTP}
 )
 
 // slotKey is the key of one of some slots, chosen by RandomSlot, SourceBucket or SourcePortBucket.
 func slotKey(by Field, mod uint32) Concat {
-	return Concat{Fields: []Field{Priority, L4Proto, by}, Mod: mod}
+	return Concat{Fields: []Field{PoolNumber, L4Proto, by}, Mod: mod}
 }
 
 // Structure is what the layout depends on besides the elements.
 type Structure struct {
 	Pods          dataplane.Pods
 	MasqueradeAll bool
+	// PodsFirst takes a packet of this node with a pod's address for a pod's. Only Pods with a CIDR have it.
+	PodsFirst bool
 	// GuardLoopback drops packets from outside with loopback addresses, as the kernel did before route_localnet was set.
 	GuardLoopback bool
 	// Evidence gathers which endpoints do not answer or refuse.
@@ -212,7 +263,7 @@ type Structure struct {
 }
 
 // Uses is a set of SetIDs.
-type Uses uint32
+type Uses uint64
 
 // Has reports whether a set is among them.
 func (u Uses) Has(s SetID) bool { return u&(1<<s) != 0 }
@@ -227,9 +278,7 @@ func (u Uses) With(sets ...SetID) Uses {
 
 // optional are the sets that no rule looks up while they are empty.
 var optional = [...]SetID{
-	UncountedServices, UncountedOutsideServices, RestrictedServices, ExternalServices, Hairpin, Remember,
-	OutsideStickyServices, UncountedStickyEndpoints, Scheduled, RetryServices, SilentClusterIPs, PingableIPs,
-	LoadBalancerIPs,
+	UncountedServices, Hairpin, Remember, OutsideStickyServices, Scheduled, RetryServices,
 }
 
 // StructureOf returns what a state asks of a family's table, except what follows from its elements.
@@ -240,6 +289,7 @@ func StructureOf(s *dataplane.State, f ipfamily.Family) Structure {
 		out.Pods, out.GuardLoopback = s.Pods6, false
 	}
 	out.Pods.CIDR = out.Pods.CIDR.Masked() // as the rules have it
+	out.PodsFirst = s.PodsFirst && out.Pods.CIDR.IsValid()
 	return out
 }
 
@@ -255,35 +305,67 @@ func (s Structure) sets() []Set {
 
 // sets returns all sets and maps that a table may have, by their ids. Only sets that rules write to have a size: the
 // kernel allocates buckets for the full size at once, and lets a set without a size grow with its elements.
-func sets() []Set {
+func sets() []Set { return append(serviceSets(), otherSets()...) }
+
+// beyond is what the twins of maps with counters say.
+const beyond = "the same, beyond the budget for counters"
+
+func verdictSet(id SetID, comment string) Set {
+	return Set{ID: id, Key: []Field{Priority}, Verdicts: true, Comment: comment}
+}
+
+func numberSet(id SetID, comment string) Set {
+	return Set{ID: id, Key: []Field{Priority}, Data: []Field{Priority}, Comment: comment}
+}
+
+// serviceSets are those that lead packets to endpoints.
+func serviceSets() []Set {
 	frontends := func(id SetID, counter bool, comment string) Set {
 		return Set{ID: id, Key: frontendKey, Data: []Field{Priority}, Counter: counter, Comment: comment}
 	}
-	members := []Field{Priority, DestAddr, DestPort}
+	slot := []Field{Priority, L4Proto, RandomSlot}
 	return []Set{
 		frontends(Services, true, "address . protocol . port of each Service : pool"),
-		frontends(UncountedServices, false, "the same, beyond the budget for counters"),
+		frontends(UncountedServices, false, beyond),
 		frontends(OutsideServices, true, "externalTrafficPolicy Local: the pool of clients from outside"),
-		frontends(UncountedOutsideServices, false, "the same, beyond the budget for counters"),
-		{ID: Pools, Key: []Field{Priority}, Verdicts: true, Comment: "what to do for each pool"},
-		{ID: Endpoints, Key: slotKey(RandomSlot, 0).Fields, Data: target, Counter: true,
-			Comment: "slot n of each pool: one endpoint"},
-		{ID: UncountedEndpoints, Key: slotKey(RandomSlot, 0).Fields, Data: target,
+		frontends(UncountedOutsideServices, false, beyond),
+		frontends(InsideServices, true, "frontends that lead to split or restrict: the pool of all others"),
+		frontends(UncountedInsideServices, false, beyond),
+		numberSet(Pools, "pool : the same number, above it the class of what to do"),
+		verdictSet(Picks, "class : what to do"),
+		verdictSet(SplitPicks, "the same, for split, which leads to all but itself"),
+		{ID: Endpoints, Key: slot, Data: target, Counter: true, Comment: "slot n of each pool: one endpoint"},
+		{ID: UncountedEndpoints, Key: slot, Data: target,
 			Comment: "the same: counted in sticky-endpoints, or beyond the budget for counters"},
-		frontends(RestrictedServices, false, "load balancer addresses with loadBalancerSourceRanges : who may use them"),
-		{ID: SourceRanges, Key: []Field{Priority, SourceAddr}, Interval: true, Comment: "who may use them"},
-		{ID: ClusterIPs, Key: []Field{DestAddr}, Comment: "all cluster IPs: unused ports are rejected"},
+		{ID: Addresses, Key: []Field{DestAddr}, Data: []Field{Priority}, Comment: "all addresses of Services : kind"},
+		verdictSet(Kinds, "kind of address : what to do with packets that no frontend takes"),
+		{ID: SourceKinds, Key: []Field{DestAddr}, Data: []Field{Priority},
+			Comment: "addresses that are more than a cluster IP, or have session affinity : kind"},
+		verdictSet(Sources, "kind of address : whose connections are masqueraded, or remembered"),
+		{ID: SourceRanges, Key: []Field{Priority, SourceAddr}, Interval: true,
+			Comment: "loadBalancerSourceRanges: who may use the frontends that lead to restrict"},
+	}
+}
+
+// otherSets are those behind serviceSets.
+func otherSets() []Set {
+	frontends := func(id SetID, comment string) Set {
+		return Set{ID: id, Key: frontendKey, Data: []Field{Priority}, Comment: comment}
+	}
+	members := []Field{Priority, DestAddr, DestPort}
+	return []Set{
 		{ID: ServiceCIDRs, Key: []Field{DestAddr}, Interval: true,
 			Comment: "ranges of cluster IPs: unallocated addresses are dropped"},
-		frontends(ExternalServices, false,
+		frontends(ExternalServices,
 			"node ports, load balancer and external addresses : 0:1 if everybody is masqueraded, "+
 				"0:2 if this node is"),
 		{ID: Hairpin, Key: []Field{SourceAddr, DestAddr}, Comment: "endpoints on this node that may reach themselves"},
-		{ID: Remember, Key: []Field{Priority}, Verdicts: true, Comment: "sessionAffinity: how long each pool remembers"},
-		frontends(StickyServices, false, "sessionAffinity: the pool of each frontend, which is not counted again"),
-		frontends(OutsideStickyServices, false, "sessionAffinity: the same for clients from outside"),
+		numberSet(Remember, "sessionAffinity: pool : for how many seconds clients are remembered"),
+		verdictSet(Timeouts, "seconds : where they are remembered for so long"),
+		frontends(StickyServices, "sessionAffinity: the pool of each frontend, which is not counted again"),
+		frontends(OutsideStickyServices, "sessionAffinity: the same for clients from outside"),
 		{ID: StickyEndpoints, Key: members, Counter: true, Comment: "sessionAffinity: the endpoints of each pool"},
-		{ID: UncountedStickyEndpoints, Key: members, Comment: "the same, beyond the budget for counters"},
+		{ID: UncountedStickyEndpoints, Key: members, Comment: beyond},
 		{ID: Affinity, Key: []Field{Priority, RandomSlot}, Data: target, Dynamic: true, Size: AffinitySize,
 			Comment: "sessionAffinity: pool . bucket of clients : endpoint"},
 		{ID: Scheduled, Key: frontendKey, Comment: "left to IPVS, which chooses the endpoint"},
@@ -291,15 +373,24 @@ func sets() []Set {
 			Comment: "number and digest of what this table holds, written with every change"},
 		{ID: DigestSet, Key: []Field{Mark}, Comment: "digests of what the Services have here, by bucket"},
 		{ID: RetryServices, Key: frontendKey, Comment: "refused connections are tried again at another endpoint"},
-		{ID: Unanswered, Key: frontendKey, Dynamic: true, Size: EvidenceSize,
-			Comment: "endpoints to which clients sent a first packet again"},
-		{ID: Refused, Key: refusedKey, Dynamic: true, Size: EvidenceSize,
-			Comment: "endpoints that refused a connection"},
-		{ID: SilentClusterIPs, Key: []Field{DestAddr}, Comment: "cluster IPs without endpoints, which answer no ping"},
-		{ID: PingableIPs, Key: []Field{DestAddr}, Comment: "load balancer addresses that answer a ping from outside"},
-		{ID: LoadBalancerIPs, Key: []Field{DestAddr},
-			Comment: "load balancer addresses: unused ports are rejected, for packets from outside"},
+		evidenceSet(Unanswered, evidenceKey, EvidenceSize,
+			"frontend . endpoint to which a client sent its first packet again"),
+		evidenceSet(Refused, evidenceKey, EvidenceSize, "frontend . endpoint that refused a connection"),
+		{ID: SharedRanges, Key: []Field{DestAddr}, Interval: true,
+			Comment: "parts of service-cidrs that nodes, pods or others use, too: nothing is refused there"},
+		{ID: UnhealthyEndpoints, Key: members,
+			Comment: "pool . endpoint that does not answer or refuses; no rule looks here"},
+		{ID: SettingsSet, Key: []Field{Mark}, Comment: "settings in force; no rule looks here"},
+		evidenceSet(AnsweredBy, senderKey, EvidenceSize, "endpoints that accepted a connection within the last minutes"),
+		evidenceSet(Accepted, pairKey, AcceptedSize,
+			"client . endpoint that accepted its connection within the last minutes"),
+		evidenceSet(Forsaken, pairKey, EvidenceSize, "client . endpoint that accepted it before, and does not now"),
+		evidenceSet(Retried, senderKey, EvidenceSize, "clients whose refused connection is tried again"),
 	}
+}
+
+func evidenceSet(id SetID, key []Field, size uint32, comment string) Set {
+	return Set{ID: id, Key: key, Dynamic: true, Size: size, Comment: comment}
 }
 
 // AffinityBuckets is how many clients of a pool can be remembered separately: clients whose addresses have the same
@@ -316,43 +407,38 @@ func layout(f ipfamily.Family, s Structure) Table {
 	if s.GuardLoopback {
 		t.Chains = append(t.Chains, guardLoopback())
 	}
-	if s.Uses.Has(Scheduled) {
-		t.Chains = append(t.Chains, Chain{ID: LeftToIPVS.id(), Comment: "the packet goes on to IPVS",
-			Rules: []Rule{{Accept{}}}})
-	}
 	t.Chains = append(t.Chains,
-		Chain{ID: NoEndpoints.id(), Comment: "no endpoint anywhere", Rules: []Rule{resetOthers(), {Reject{}}}},
+		Chain{ID: LeftToIPVS.id(), Comment: "the packet goes on to IPVS", Rules: []Rule{{Accept{}}}},
+		Chain{ID: NoEndpoints.id(), Comment: "no endpoint anywhere", Rules: refuse()},
 		Chain{ID: NoLocalEndpoints.id(), Comment: "traffic policy Local, endpoints on other nodes only",
 			Rules: []Rule{resetOthers(), {Drop{}}}},
-		Chain{ID: PassOn.id(), Comment: "verdict/external-failover: pass", Rules: []Rule{{Accept{}}}},
+		Chain{ID: PassOn.id(), Comment: "left alone: verdict/external-failover: pass, or shared-ranges",
+			Rules: []Rule{{Accept{}}}},
 		firstEndpoint(FirstEndpoint, Endpoints),
 		firstEndpoint(UncountedFirstEndpoint, UncountedEndpoints),
-	)
-	if s.Uses.Has(Remember) {
-		t.Chains = append(t.Chains, affinityLookup(), rememberAffinity(s),
-			Chain{ID: NotRemembered.id(), Comment: "nobody chose an endpoint"})
+		affinityLookup(), stickyPool(s), rememberAffinity(),
+		Chain{ID: MasqueradeAll.id(), Comment: "externalTrafficPolicy Cluster",
+			Rules: []Rule{{ClearPriority{}}, {Masquerade{}}}},
+		masqueradeFromNode(s),
+		split(s), restrict(), unallocated())
+	for _, k := range addressKinds {
+		t.Chains = append(t.Chains, unusedPorts(s, k))
 	}
-	if s.Uses.Has(ExternalServices) {
-		t.Chains = append(t.Chains,
-			Chain{ID: MasqueradeAll.id(), Comment: "externalTrafficPolicy Cluster",
-				Rules: []Rule{{ClearPriority{}}, {Masquerade{}}}},
-			masqueradeFromNode(s))
-	}
-	start := []Rule{{Goto{Frontends.id()}}}
-	if s.Uses.Has(RestrictedServices) {
-		t.Chains = append(t.Chains, restrict())
-		start = []Rule{{Jump{Restrict.id()}}, {Goto{Frontends.id()}}}
-	}
-	if s.Uses.Has(PingableIPs) || s.Uses.Has(LoadBalancerIPs) {
-		t.Chains = append(t.Chains, loadBalancers(s))
-	}
-	t.Chains = append(t.Chains, frontends(s),
-		Chain{ID: Prerouting.id(), Hook: &Hook{"nat", "prerouting", priorityDstNAT}, Rules: prerouting(s, start)},
+	start := frontends(s)
+	t.Chains = append(t.Chains,
+		Chain{ID: Prerouting.id(), Hook: &Hook{"nat", "prerouting", priorityDstNAT}, Rules: start},
 		Chain{ID: Output.id(), Hook: &Hook{"nat", "output", priorityDstNAT}, Rules: start},
+		masqueradeClusterIP(), fromClusterIP(s), fromExternal(s), fromBoth())
+	for _, pair := range stickySources {
+		t.Chains = append(t.Chains, Chain{ID: pair[0].id(), Comment: "sessionAffinity",
+			Rules: []Rule{{Jump{RememberAffinity.id()}}, {Goto{pair[1].id()}}}})
+	}
+	t.Chains = append(t.Chains,
+		Chain{ID: TranslatedChain.id(), Rules: []Rule{
+			{SetPriority{Key: originalAddress, Map: SourceKinds}, VerdictMap{Key: wholeKey, Map: Sources}},
+			{Goto{FromClusterIP.id()}}}},
 		Chain{ID: Input.id(), Hook: &Hook{"nat", "input", prioritySrcNAT}, Rules: input(s)},
-		translated(s),
-		postrouting(s),
-	)
+		postrouting(s))
 	if s.Evidence {
 		t.Chains = append(t.Chains, evidence(s)...)
 	}
@@ -388,18 +474,10 @@ func guardLoopback() Chain {
 		}}
 }
 
-// restrict drops packets from outside the source ranges of a load balancer address, before anything else.
-func restrict() Chain {
-	return Chain{ID: Restrict.id(), Rules: []Rule{{
-		SetPriority{Key: toFrontend, Map: RestrictedServices},
-		SetLookup{Key: Concat{Fields: []Field{Priority, SourceAddr}}, Not: true, Set: SourceRanges},
-		Counter{}, Drop{},
-	}}}
-}
-
-// dispatch finds the pool of a frontend in a map and executes the pool's verdict.
-func dispatch(m SetID) Rule {
-	return Rule{SetPriority{Key: toFrontend, Map: m}, VerdictMap{Key: poolKey, Map: Pools}}
+// dispatch finds the pool of a frontend in a map, and does what is to be done for the pool.
+func dispatch(m, picks SetID) Rule {
+	return Rule{SetPriority{Key: toFrontend, Map: m}, SetPriority{Key: wholeKey, Map: Pools},
+		VerdictMap{Key: classKey, Map: picks}}
 }
 
 // withUncounted returns a map and, if it is used, its uncounted twin.
@@ -410,80 +488,105 @@ func (s Structure) withUncounted(m SetID) []SetID {
 	return []SetID{m}
 }
 
-// prerouting handles packets from an interface. Clients from outside are looked up in their own map first.
-func prerouting(s Structure, start []Rule) []Rule {
-	var outside []Rule
-	for _, m := range s.withUncounted(OutsideServices) {
-		rule := dispatch(m)
-		if s.Pods.Known() {
-			rule = append(Rule{FromPods{Pods: s.Pods, Not: true}}, rule...)
-		}
-		outside = append(outside, rule)
+// frontends are the rules for every packet that opens a connection: frontends first, then what is left of the addresses
+// of Services, and of the ranges that they are taken from.
+func frontends(s Structure) (rules []Rule) {
+	for _, m := range s.withUncounted(Services) {
+		rules = append(rules, dispatch(m, Picks))
 	}
-	rules := slices.Insert(slices.Clone(start), len(start)-1, outside...)
-	if s.Uses.Has(PingableIPs) || s.Uses.Has(LoadBalancerIPs) { // they come after all frontends
-		rules[len(rules)-1] = Rule{Jump{Frontends.id()}}
-		rules = append(rules, Rule{FromPods{Pods: s.Pods, Not: true}, Goto{LoadBalancers.id()}})
-	}
-	return rules
+	return append(rules,
+		Rule{SetPriority{Key: toAddress, Map: Addresses}, VerdictMap{Key: wholeKey, Map: Kinds}},
+		Rule{SetLookup{Key: toAddress, Set: ServiceCIDRs}, Goto{Unallocated.id()}})
 }
 
-// loadBalancers handles packets from outside that no frontend took. A balancer may put the addresses of other nodes
-// into a Service's status, so what pods and this node send there is left alone, as are addresses of this host.
-func loadBalancers(s Structure) Chain {
-	c := Chain{ID: LoadBalancers.id(), Comment: "load balancer addresses, from outside"}
-	to := func(set SetID) SetLookup { return SetLookup{Key: Concat{Fields: []Field{DestAddr}}, Set: set} }
-	if s.Uses.Has(PingableIPs) && s.Ping.IsValid() {
-		c.Rules = append(c.Rules, Rule{EchoRequest{}, to(PingableIPs), NotLocal{}, DNATTo{s.Ping}})
+// restrict drops packets from outside the source ranges of a load balancer address, which are named by the number of
+// the pool.
+func restrict() Chain {
+	return Chain{ID: Restrict.id(), Comment: "loadBalancerSourceRanges", Rules: []Rule{
+		{StripClass{}},
+		{SetLookup{Key: Concat{Fields: []Field{Priority, SourceAddr}}, Not: true, Set: SourceRanges}, Counter{}, Drop{}},
+		{Goto{Split.id()}},
+	}}
+}
+
+// split finds the pool of frontends that have one for clients from outside, and another for pods and this node. Without
+// any, it has been overtaken by a change: the client sends the packet again.
+func split(s Structure) Chain {
+	c := Chain{ID: Split.id(), Comment: "not the same endpoints for clients from outside"}
+	for _, m := range [...]SetID{OutsideServices, UncountedOutsideServices} {
+		c.Rules = append(c.Rules, append(fromOutside(s), dispatch(m, SplitPicks)...))
 	}
-	if s.Uses.Has(LoadBalancerIPs) {
-		c.Rules = append(c.Rules, resetOthers(to(LoadBalancerIPs), NotLocal{}, Counter{}),
-			Rule{to(LoadBalancerIPs), NotLocal{}, Counter{}, Reject{}})
-	}
+	c.Rules = append(c.Rules, dispatch(InsideServices, SplitPicks), dispatch(UncountedInsideServices, SplitPicks),
+		Rule{Counter{}, Drop{}})
 	return c
 }
 
-// again drops the packets of frontends that no rule before has led to a pool, although they are there. A transaction
-// has come between two lookups: a frontend that was in the last map is in the first one now, or a pool whose id was
-// read is gone, since its frontends have another one. The client sends the packet again. Only the scratch field tells
-// who read an id, so that other packets look up nothing again.
+// unusedPorts handles packets to an address of a Service that no frontend took, by the kind of the address.
 //
-// The rules do not look into pools: the kernel checks all of that map, for each way to it, whenever one pool changes.
-func again(maps []SetID) []Rule {
-	var rules []Rule
-	for i, m := range maps {
-		rule := Rule{SetPriority{Key: toFrontend, Map: m}, Counter{}, Drop{}}
-		if i > 0 || len(maps) == 1 {
-			rule = append(Rule{PriorityIs{Not: true}}, rule...)
+// The first rules drop the packets of frontends that are there after all. A transaction has come between two lookups: a
+// frontend was not in the map yet, or a pool whose number was read is gone, since its frontends have another one. The
+// client sends the packet again.
+//
+// An address of this host may lie in a ServiceCIDR, or even be a cluster IP. Only what is about to be refused is asked
+// whether it is one. A balancer may put the addresses of other nodes into a Service's status, so what pods and this
+// node send there is left alone.
+func unusedPorts(s Structure, kind ChainKind) Chain {
+	c := Chain{ID: kind.id(), Comment: "what no frontend takes"}
+	if then := pinged[kind]; then != NoChain {
+		ping := Rule{EchoRequest{}}
+		if kind != ClusterIP {
+			ping = append(ping, fromOutside(s)...)
+			ping = append(ping, NotLocal{})
 		}
-		rules = append(rules, rule)
+		if s.Ping.IsValid() {
+			c.Rules = []Rule{append(ping, DNATTo{s.Ping})}
+		}
+		c.Rules = append(c.Rules, Rule{Goto{then.id()}})
+		return c
 	}
-	return rules
+	for _, m := range s.withUncounted(Services) {
+		c.Rules = append(c.Rules, Rule{SetPriority{Key: toFrontend, Map: m}, Counter{}, Drop{}})
+	}
+	c.Rules = append(c.Rules, Rule{ClearPriority{}}) // which held the kind
+	switch kind {
+	case SilentClusterIP:
+		c.Rules = append(c.Rules, Rule{SetLookup{Key: toAddress, Set: SharedRanges}, Goto{PassOn.id()}})
+		c.Rules = append(c.Rules, refuse(NotLocal{}, Counter{})...)
+	case SilentLoadBalancer:
+		c.Rules = append(c.Rules, refuse(append(fromOutside(s), NotLocal{}, Counter{})...)...)
+	}
+	return c
 }
 
-func frontends(s Structure) Chain {
-	c := Chain{ID: Frontends.id()}
-	maps := s.withUncounted(Services)
-	for _, m := range maps {
-		c.Rules = append(c.Rules, dispatch(m))
+// pinged are the kinds of addresses that answer a ping; with all else, they are as others.
+var pinged = map[ChainKind]ChainKind{ClusterIP: SilentClusterIP, LoadBalancer: SilentLoadBalancer,
+	PingableAddress: OtherAddress}
+
+// fromOutside matches packets that came in by an interface, and not from a pod.
+func fromOutside(s Structure) Rule {
+	if s.Pods.Known() {
+		return Rule{FromPods{Pods: s.Pods, Not: true}, NoInput{Not: true}}
 	}
-	c.Rules = append(c.Rules, again(maps)...)
-	toAddress := Concat{Fields: []Field{DestAddr}}
-	toClusterIP := SetLookup{Key: toAddress, Set: ClusterIPs}
-	toServiceCIDR := SetLookup{Key: toAddress, Set: ServiceCIDRs}
-	if s.Ping.IsValid() {
-		ping := Rule{EchoRequest{}, toClusterIP}
-		if s.Uses.Has(SilentClusterIPs) {
-			ping = append(ping, SetLookup{Key: toAddress, Not: true, Set: SilentClusterIPs})
-		}
-		c.Rules = append(c.Rules, append(ping, DNATTo{s.Ping}))
+	return Rule{NoInput{Not: true}}
+}
+
+// unallocated handles packets to addresses in a ServiceCIDR that no Service has.
+func unallocated() Chain {
+	return Chain{ID: Unallocated.id(), Comment: "addresses of service-cidrs that no Service has", Rules: []Rule{
+		{SetLookup{Key: toAddress, Set: SharedRanges}, Goto{PassOn.id()}},
+		resetOthers(NotLocal{}, Counter{}),
+		{NotLocal{}, Counter{}, Drop{}},
+	}}
+}
+
+// refuse rejects packets, TCP by a reset: of ICMP errors the kernel sends one a second to each destination
+// (icmp_ratelimit), and most clients would hang.
+func refuse(which ...Statement) []Rule {
+	reset := append(slices.Clone(which), Reset{})
+	if len(which) > 0 { // alone, a reset implies TCP
+		reset = append(Rule{ProtocolIs{snapshot.TCP}}, reset...)
 	}
-	c.Rules = append(c.Rules,
-		resetOthers(toClusterIP, Counter{}),
-		Rule{toClusterIP, Counter{}, Reject{}},
-		resetOthers(toServiceCIDR, Counter{}),
-		Rule{toServiceCIDR, Counter{}, Drop{}})
-	return c
+	return []Rule{reset, append(slices.Clone(which), Reject{})}
 }
 
 // resetOthers resets TCP connections whose first packet here does not open one: connection tracking has lost them, so
@@ -492,39 +595,56 @@ func resetOthers(and ...Statement) Rule {
 	return append(append(Rule{TCPFlags{Of: FlagSYN | FlagACK, Not: true, Are: FlagSYN}}, and...), Reset{})
 }
 
-// translated decides the source address of connections to Services, after session affinity is recorded. It looks up the
-// few ServiceCIDRs first, which is faster than all cluster IPs and matches most connections to cluster IPs.
-func translated(s Structure) Chain {
-	var rules []Rule
-	if s.Uses.Has(Remember) {
-		rules = []Rule{{Jump{RememberAffinity.id()}}}
-	}
-	rules = append(rules, Rule{ClearPriority{}})
-	if s.Uses.Has(ExternalServices) {
-		rules = append(rules, perProtocol(nil, SetPriority{Key: tupleKey, Map: ExternalServices})...)
-		rules = append(rules, Rule{PriorityIs{Value: externalAll}, Goto{MasqueradeAll.id()}},
-			Rule{PriorityIs{Value: externalNode}, Goto{MasqueradeNode.id()}})
-	}
+// fromClusterIP decides the source address of connections to cluster IPs. Most connections pass it, and few need more
+// than to be compared: only those are asked whether it was Verdict that translated them.
+func fromClusterIP(s Structure) Chain {
+	rules := []Rule{{ClearPriority{}}}
 	if !s.MasqueradeAll && s.Pods.ByInterface() {
 		// Packets between pods on one bridge seem to have no incoming interface, and so none of the pods'.
 		rules = append(rules, acceptBridged(s, s.Pods))
 	}
-	for _, set := range [...]SetID{ServiceCIDRs, ClusterIPs} {
-		toClusterIP := SetLookup{Key: Concat{Fields: []Field{OriginalDestAddr}}, Set: set}
-		switch {
-		case s.MasqueradeAll:
-			rules = append(rules, Rule{toClusterIP, Masquerade{}})
-		case s.Pods.Known():
-			rules = append(rules, Rule{FromPods{Pods: s.Pods, Not: true}, toClusterIP, Masquerade{}})
-		}
+	switch {
+	case s.MasqueradeAll:
+		rules = append(rules, Rule{Goto{MasqueradeClusterIP.id()}})
+	case s.Pods.Known():
+		rules = append(rules, Rule{FromPods{Pods: s.Pods, Not: true}, Goto{MasqueradeClusterIP.id()}})
 	}
-	return Chain{ID: TranslatedChain.id(), Rules: append(rules, hairpin(s)...)}
+	return Chain{ID: FromClusterIP.id(), Rules: append(rules, hairpin(s, Goto{MasqueradeClusterIP.id()})...)}
+}
+
+// masqueradeClusterIP masquerades the connections to a Service's address: other programs translate some, too.
+func masqueradeClusterIP() Chain {
+	return Chain{ID: MasqueradeClusterIP.id(), Comment: "what other programs have translated stays as it is",
+		Rules: []Rule{{SetPriority{Key: originalAddress, Map: Addresses}, ClearPriority{}, Masquerade{}}}}
+}
+
+// externalRules decide the source address of connections to node ports, load balancer and external addresses.
+func externalRules() []Rule {
+	rules := []Rule{{ClearPriority{}}}
+	rules = append(rules, perProtocol(nil, SetPriority{Key: tupleKey, Map: ExternalServices})...)
+	return append(rules, Rule{PriorityIs{Value: externalAll}, Goto{MasqueradeAll.id()}},
+		Rule{PriorityIs{Value: externalNode}, Goto{MasqueradeNode.id()}})
+}
+
+func fromExternal(s Structure) Chain {
+	return Chain{ID: FromExternal.id(), Rules: append(externalRules(), hairpin(s, Masquerade{})...)}
+}
+
+// fromBoth is for a cluster IP that others have as their external address.
+func fromBoth() Chain {
+	return Chain{ID: FromBoth.id(), Comment: "cluster IPs that are external addresses, too",
+		Rules: append(externalRules(), Rule{Goto{FromClusterIP.id()}})}
 }
 
 // masqueradeFromNode masquerades packets of this node itself.
 func masqueradeFromNode(s Structure) Chain {
-	rules := []Rule{{ClearPriority{}}, acceptBridged(s, dataplane.Pods{}), {NoInput{}, Masquerade{}}}
-	return Chain{ID: MasqueradeNode.id(), Comment: "externalTrafficPolicy Local", Rules: append(rules, hairpin(s)...)}
+	fromNode := Rule{NoInput{}}
+	if s.PodsFirst {
+		fromNode = append(fromNode, FromPods{Pods: s.Pods, Not: true})
+	}
+	rules := []Rule{{ClearPriority{}}, acceptBridged(s, dataplane.Pods{}), append(fromNode, Masquerade{})}
+	return Chain{ID: MasqueradeNode.id(), Comment: "externalTrafficPolicy Local",
+		Rules: append(rules, hairpin(s, Masquerade{})...)}
 }
 
 // acceptBridged excludes packets that stay on their bridge from masquerading as packets of this node. Those of an
@@ -538,11 +658,11 @@ func acceptBridged(s Structure, p dataplane.Pods) Rule {
 }
 
 // hairpin lets endpoints on this node connect to themselves.
-func hairpin(s Structure) []Rule {
+func hairpin(s Structure, then Statement) []Rule {
 	if !s.Uses.Has(Hairpin) {
 		return nil
 	}
-	return []Rule{{SetLookup{Key: Concat{Fields: []Field{SourceAddr, DestAddr}}, Set: Hairpin}, Masquerade{}}}
+	return []Rule{{SetLookup{Key: Concat{Fields: []Field{SourceAddr, DestAddr}}, Set: Hairpin}, then}}
 }
 
 // firstEndpoint gets the packets that found nothing in their slot: they have read of their pool before a transaction,
@@ -568,23 +688,35 @@ const (
 	externalNode = 2
 )
 
-// rememberAffinity finds a connection's pool from its original destination. If there are two such pools and no
-// interface tells where the packet came from, the priority does: it is still the pool's id, since no router has changed
-// it.
-func rememberAffinity(s Structure) Chain {
-	find := func(m SetID) []Statement {
-		return []Statement{SetPriority{Key: tupleKey, Map: m}, VerdictMap{Key: poolKey, Map: Remember}}
+// stickyPool finds a connection's pool from its original destination. If there are two such pools, it is that of
+// clients from outside for what came in by an interface, but not from a pod. Of what stays on its bridge, the kernel no
+// longer tells here that it came in.
+func stickyPool(s Structure) Chain {
+	find := func(who Rule, m SetID) []Rule { return perProtocol(who, SetPriority{Key: tupleKey, Map: m}) }
+	c := Chain{ID: StickyPool.id(), Rules: find(nil, StickyServices)}
+	if !s.Uses.Has(OutsideStickyServices) {
+		return c
 	}
-	c := Chain{ID: RememberAffinity.id()}
-	if s.Uses.Has(OutsideStickyServices) {
-		outside := Rule{NoInput{Not: true}}
-		if s.Pods.Known() {
-			outside = append(outside, FromPods{Pods: s.Pods, Not: true})
-		}
-		c.Rules = append(perProtocol(outside, find(OutsideStickyServices)...),
-			Rule{NoInput{}, VerdictMap{Key: poolKey, Map: Remember}})
+	bridged := Rule{Bridged{}}
+	if s.Pods.Known() && !s.Pods.ByInterface() {
+		bridged = append(bridged, FromPods{Pods: s.Pods, Not: true})
 	}
-	c.Rules = append(c.Rules, perProtocol(nil, find(StickyServices)...)...)
+	c.Rules = slices.Concat(c.Rules, find(fromOutside(s), OutsideStickyServices), find(bridged, OutsideStickyServices))
+	if s.Pods.ByInterface() {
+		c.Rules = append(c.Rules, find(Rule{Bridged{s.Pods}}, StickyServices)...)
+	}
+	return c
+}
+
+// rememberAffinity remembers the client of a connection. Only an endpoint that is still in the pool is remembered: the
+// packet may have been translated before a commit that removed its endpoint.
+func rememberAffinity() Chain {
+	c := Chain{ID: RememberAffinity.id(), Rules: []Rule{{Jump{StickyPool.id()}}}}
+	for _, members := range memberSets {
+		c.Rules = append(c.Rules, Rule{
+			SetLookup{Key: Concat{Fields: []Field{Priority, DestAddr, DestPort}}, Set: members},
+			SetPriority{Key: wholeKey, Map: Remember}, VerdictMap{Key: wholeKey, Map: Timeouts}})
+	}
 	return c
 }
 
@@ -599,15 +731,25 @@ func perProtocol(before Rule, after ...Statement) []Rule {
 	return rules
 }
 
+// draws is how often a chain chooses that has more numbers than its pools have slots. At most one number in five
+// belongs to nobody, so at most one packet in 400,000 finds none in all draws, and gets the first endpoint.
+const draws = 8
+
 // numbered returns a chain of a kind that exists once for each N in use.
-func numbered(id ChainID, s Structure) Chain {
+func numbered(id ChainID) Chain {
 	c := Chain{ID: id}
 	pick := func(by Field, m SetID) []Rule {
-		first := FirstEndpoint
+		first, rules := FirstEndpoint, []Rule{}
 		if m == UncountedEndpoints {
 			first = UncountedFirstEndpoint
 		}
-		return []Rule{{DNAT{Key: slotKey(by, id.N), Map: m}}, {Goto{first.id()}}}
+		draw := DNAT{Key: slotKey(by, id.N), Map: m}
+		if by == RandomSlot && id.N > exactSizes {
+			for draw.Again = draws - 1; draw.Again > 0; draw.Again-- {
+				rules = append(rules, Rule{draw})
+			}
+		}
+		return append(rules, Rule{draw}, Rule{Goto{first.id()}})
 	}
 	switch id.Kind {
 	case Pick:
@@ -625,13 +767,9 @@ func numbered(id ChainID, s Structure) Chain {
 	case StickyPick, StickyHash:
 		c.Rules = []Rule{{Jump{AffinityLookup.id()}}, {Goto{id.next()}}}
 	case RememberFor:
-		// Only an endpoint that is still in the pool is remembered: the packet may have been translated before a commit that
-		// removed its endpoint.
-		for _, members := range s.withUncounted(StickyEndpoints) {
-			c.Rules = append(c.Rules, Rule{
-				SetLookup{Key: Concat{Fields: []Field{Priority, DestAddr, DestPort}}, Set: members},
-				Update{Map: Affinity, Key: affinityKey, Timeout: time.Duration(id.N) * time.Second, Data: Concat{Fields: target}}})
-		}
+		key := Concat{Fields: []Field{Priority, SourceBucket}, Mod: AffinityBuckets}
+		c.Rules = []Rule{{Jump{StickyPool.id()}}, {Update{Map: Affinity, Key: key, Timeout: time.Duration(id.N) * time.Second,
+			Data: Concat{Fields: target}}}}
 	}
 	return c
 }
@@ -666,7 +804,7 @@ func probeTable(f ipfamily.Family, s Structure, last ChainKind) Table {
 func TableOf(f ipfamily.Family, s Structure, chains []ChainID) Table {
 	t := layout(f, s)
 	for _, id := range chains {
-		t.Chains = append(t.Chains, numbered(id, s))
+		t.Chains = append(t.Chains, numbered(id))
 	}
 	return t
 }
@@ -680,7 +818,7 @@ func ChainNamed(t Table, s Structure, name string) (c Chain, ok bool) {
 	if i := slices.IndexFunc(t.Chains, func(c Chain) bool { return c.ID == id }); i >= 0 {
 		return t.Chains[i], true
 	}
-	return numbered(id, s), id.Kind > numFixedChains
+	return numbered(id), id.Kind > numFixedChains
 }
 
 // SetByID returns a set of the layout. It is called for each element that is read.

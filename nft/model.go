@@ -11,7 +11,7 @@ import (
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
-// Model is what the kernel holds once all planned transactions are written. The zero value holds nothing. Rollback
+// Model mirrors the kernel's tables after every planned transaction. The zero value holds nothing. Rollback
 // undoes a transaction that the kernel rejected.
 type Model struct {
 	// Counters is how many counters elements may have, in both tables together; 0 means no limit.
@@ -22,7 +22,8 @@ type Model struct {
 
 	filled   bool
 	services map[snapshot.Name]*service
-	cidrs    []netip.Prefix
+	ranges   treeRanges
+	settings []string
 	tables   ipfamily.Per[tableModel]
 	// counting is the level for new elements. recount are the Services whose elements still have another level.
 	counting Counting
@@ -46,27 +47,20 @@ type tableModel struct {
 	structure Structure
 	// chains counts the references to each numbered chain.
 	chains map[ChainID]int
-	// needed counts the services and ports that need each address.
+	// needed counts the services and ports that need something of an address.
 	needed  map[sharedAddr]int
 	count   [NumSets]int
 	digests Digests
-	// requested stands for what is counted, or is not, because a Service asks for that.
+	// asked is a digest of what is counted, or is not, because a Service asks for that.
 	asked Digest
 	// revision is the table's number; 0 means unknown.
 	revision uint32
 }
 
-// sharedAddr is an address in a set of which the elements belong to no Service alone.
+// sharedAddr is an address of which Services or ports need something.
 type sharedAddr struct {
-	set  SetID
+	need need
 	addr netip.Addr
-}
-
-func (s sharedAddr) element() Element {
-	if s.set == Hairpin {
-		return addrElement(Hairpin, s.addr, 2)
-	}
-	return addrElement(s.set, s.addr, 1)
 }
 
 // undo holds what Rollback needs.
@@ -77,7 +71,8 @@ type undo struct {
 	all bool
 	// The rest is the state before single changes.
 	services []serviceBefore
-	cidrs    []netip.Prefix
+	ranges   treeRanges
+	settings []string
 	tables   ipfamily.Per[tableModel]
 	counting Counting
 	recount  []snapshot.Name
@@ -113,7 +108,7 @@ func (m *Model) Plan(s *dataplane.State, change dataplane.Change, limit int) *Tx
 		p.txn.Left.Globals = len(p.txn.Left.Services) > 0
 	}
 	if change.Globals && !p.txn.Left.Globals { // what turns packets away comes after what would have served them
-		p.cidrs(s.ServiceCIDRs)
+		p.shared(rangesOf(s), s.Settings)
 	}
 	p.structures()
 	p.revise()
@@ -280,7 +275,11 @@ func (m *Model) needsOf(svc *dataplane.Service) needs {
 		for _, sp := range svc.Ports {
 			for i := range sp.Frontends {
 				fe := &sp.Frontends[i]
-				if frontends++; fe.Route(dataplane.Node).Pool != fe.Route(dataplane.Anyone).Pool {
+				frontends++
+				switch {
+				case fe.Route(dataplane.Node).Pool != fe.Route(dataplane.Anyone).Pool:
+					frontends += 2
+				case fe.Sources != nil:
 					frontends++
 				}
 			}
@@ -317,7 +316,8 @@ func (m *Model) Rollback(t *Txn) {
 		p.move(was.name, m.serviceOrEmpty(was.name), was.before)
 	}
 	p.chains()
-	m.cidrs, m.tables, m.counting, m.recount = u.cidrs, u.tables, u.counting, u.recount
+	m.ranges, m.settings, m.tables = u.ranges, u.settings, u.tables
+	m.counting, m.recount = u.counting, u.recount
 }
 
 // serviceOrEmpty returns a compiled Service, never nil.
@@ -330,9 +330,10 @@ func (m *Model) serviceOrEmpty(name snapshot.Name) *service {
 
 func (m *Model) planner() *planner {
 	p := &planner{m: m, fitsHalf: m.fitsHalfBudget(m.requested.total),
-		txn: &Txn{undo: undo{cidrs: m.cidrs, tables: m.tables, counting: m.counting, recount: m.recount}}}
+		txn: &Txn{undo: undo{ranges: m.ranges, settings: m.settings, tables: m.tables, counting: m.counting,
+			recount: m.recount}}}
 	for i := range p.chainsBefore {
-		p.chainsBefore[i] = map[ChainID]int{}
+		p.chainsBefore[i], p.kindsBefore[i] = map[ChainID]int{}, map[netip.Addr]uint32{}
 	}
 	return p
 }
@@ -346,7 +347,7 @@ func (m *Model) fill(s *dataplane.State, limit int) *Txn {
 	p.reserve(s, limit)
 	p.plan(s, names, limit)
 	if p.txn.Left.Globals = len(p.txn.Left.Services) > 0; !p.txn.Left.Globals {
-		p.cidrs(s.ServiceCIDRs)
+		p.shared(rangesOf(s), s.Settings)
 	}
 	p.create()
 	p.txn.undo = wholeUndo(&whole)
@@ -370,13 +371,14 @@ func (p *planner) reserve(s *dataplane.State, limit int) {
 	for i := range ipfamily.All {
 		room := func(n int) []Element { return make([]Element, 0, n*min(limit, all)/max(all, 1)+n/64) }
 		add := &p.txn.Tables[i].Add
-		add[Services], add[Pools], add[ClusterIPs] = room(frontends[i]), room(frontends[i]), room(frontends[i])
+		add[Services], add[Pools], add[Addresses] = room(frontends[i]), room(frontends[i]), room(frontends[i])
 		add[Endpoints] = room(endpoints[i])
 	}
 }
 
 func wholeUndo(m *Model) undo {
-	return undo{whole: m, cidrs: m.cidrs, tables: m.tables, counting: m.counting, recount: m.recount}
+	return undo{whole: m, ranges: m.ranges, settings: m.settings, tables: m.tables, counting: m.counting,
+		recount: m.recount}
 }
 
 // clear resets the model to tables without elements.
@@ -408,7 +410,7 @@ func (m *Model) Load(s *dataplane.State) *Txn {
 	p.silent = true
 	p.plan(s, sortedNames(s.Services), 0)
 	p.applyRecount()
-	p.cidrs(s.ServiceCIDRs)
+	p.shared(rangesOf(s), s.Settings)
 	p.chains()
 	return &Txn{undo: wholeUndo(&whole)}
 }
@@ -427,7 +429,7 @@ func (p *planner) applyRecount() {
 // entries of clients to keep; those that Remembers rejects are dropped.
 func (m *Model) Recreate(affinity *ipfamily.Per[[]Listed]) *Txn {
 	whole := *m
-	m.services, m.cidrs = make(map[snapshot.Name]*service, len(whole.services)), nil
+	m.services, m.ranges, m.settings = make(map[snapshot.Name]*service, len(whole.services)), treeRanges{}, nil
 	m.needs, m.requests, m.requested = needs{}, nil, counterRequests{}
 	m.emptyTables()
 	p := m.planner()
@@ -436,7 +438,7 @@ func (m *Model) Recreate(affinity *ipfamily.Per[[]Listed]) *Txn {
 		p.assignSlotsAndIDs(name, whole.services[name].cloneWithoutSlots(), s)
 		p.move(name, &service{}, s)
 	}
-	p.cidrs(whole.cidrs)
+	p.shared(whole.ranges, whole.settings)
 	for i, f := range ipfamily.All {
 		for _, e := range affinity[i] {
 			if m.Remembers(f, &e.Element) {
@@ -479,7 +481,14 @@ func (m *Model) emptyTables() {
 		was.structure.Uses = 0
 		m.tables[i] = tableModel{structure: was.structure, chains: map[ChainID]int{}, needed: map[sharedAddr]int{},
 			revision: was.revision}
-		m.tables[i].digests[sharedBucket] = was.structure.digest(f)
+		tm := &m.tables[i]
+		tm.digests[sharedBucket] = was.structure.digest(f)
+		for set, elements := range fixedElements() {
+			for n := range elements {
+				tm.count[set]++
+				tm.digests[sharedBucket].add(elements[n].digest())
+			}
+		}
 	}
 }
 
@@ -493,6 +502,9 @@ func (p *planner) create() {
 	for i, f := range ipfamily.All {
 		tm, tt := &p.m.tables[i], &p.txn.Tables[i]
 		tt.Del, tt.DelChains, tt.Replaced = [NumSets][]Element{}, nil, 0
+		for set, elements := range fixedElements() {
+			tt.Add[set] = append(tt.Add[set], elements...)
+		}
 		// The kernel lists ranges in the order in which they were added: use the order in which nft loads them.
 		slices.SortFunc(tt.Add[SourceRanges], func(a, b Element) int { return bytes.Compare(a.Key(), b.Key()) })
 		tm.revision = p.number(tm.revision)
@@ -546,16 +558,21 @@ func countingText(c Counting, recount []snapshot.Name) string {
 	return c.String()
 }
 
-// newPoolID finds a free id for a pool, from a hash. It avoids the numbers for which nft has words.
+// newPoolID finds a free id for a pool, from a hash. There are sixteen million: what else pools take would not fit into
+// a node's memory before.
 func (m *Model) newPoolID(p poolID) uint32 {
-	const none, root = 0, 0xffffffff
-	sum := p.hash()
-	for id := uint32(sum ^ sum>>32); ; id++ {
-		if _, taken := m.pools[id]; !taken && id != none && id != root {
+	for id := p.number(); ; id = (id + 1) & PoolMask {
+		if _, taken := m.pools[id]; !taken && id >= firstPool {
 			m.pools[id] = p
 			return id
 		}
 	}
+}
+
+// number returns the number that a pool has if no other has it.
+func (p poolID) number() uint32 {
+	sum := p.hash()
+	return uint32(sum^sum>>poolBits^sum>>(2*poolBits)) & PoolMask
 }
 
 // hash returns a hash of the pool's name that is the same on all nodes.

@@ -221,22 +221,18 @@ func webService() *snapshot.Service {
 
 // TestOneEndpointIsOneSlot counts what one changed endpoint costs, whatever the size of the pool.
 func TestOneEndpointIsOneSlot(t *testing.T) {
-	many := func(n int) []int {
-		list := make([]int, n)
-		for i := range list {
-			list[i] = i + 1
-		}
-		return list
-	}
+	many := numbers
 	without := func(n, gone int) []int { return slices.DeleteFunc(many(n), func(i int) bool { return i == gone }) }
 	for _, c := range []struct {
 		name                     string
 		before, after            []int
 		added, replaced, removed int
 	}{
-		{"one more", many(100), many(101), 1, 1, 0},
-		{"the first gone", many(100), without(100, 1), 0, 2, 1},
-		{"the last gone", many(100), without(100, 100), 0, 1, 1},
+		{"one more", many(10), many(11), 1, 1, 0},
+		{"one more, in the same chain", many(100), many(101), 1, 0, 0},
+		{"one less, in the same chain", many(100), without(100, 1), 0, 1, 1},
+		{"the first gone", many(10), without(10, 1), 0, 2, 1},
+		{"the last gone", many(10), without(10, 10), 0, 1, 1},
 		{"one for another", many(100), append(without(100, 7), 200), 0, 1, 0},
 		{"nothing", many(100), many(100), 0, 0, 0},
 		{"the first comes", nil, many(1), 1, 2, 0},
@@ -319,8 +315,8 @@ func TestPoolsPart(t *testing.T) {
 	m.Plan(state("node-1", "node-1"), dataplane.Change{}, 0)
 	for _, nodes := range [][]string{{"node-1", "node-1", "node-2"}, {"node-1", "node-1"}} {
 		m.Plan(state(nodes...), change, 0)
-		for id := range m.pools {
-			if !m.Remembers(ipfamily.IPv4, affinityElement(id, "10.244.1.2:8080")) {
+		for id, name := range m.pools {
+			if name.pool != splitPools && !m.Remembers(ipfamily.IPv4, affinityElement(id, "10.244.1.2:8080")) {
 				t.Errorf("%v: pool %x forgets an endpoint that stays", nodes, id)
 			}
 		}

@@ -70,10 +70,10 @@ func (p *planner) port(before, now *port) {
 		p.pool(f, old, want, i)
 	}
 	for _, a := range want.local {
-		p.count(Hairpin, a, +1)
+		p.count(needHairpin, a, +1)
 	}
 	for _, a := range old.local {
-		p.count(Hairpin, a, -1)
+		p.count(needHairpin, a, -1)
 	}
 	p.frontends(f, old, want)
 }
@@ -83,9 +83,10 @@ func (p *planner) pool(f ipfamily.Family, old, want *port, i poolIndex) {
 	op, wp := &old.pools[i], &want.pools[i]
 	p.element(f, op.used, wp.used, func() Element { return old.poolElement(i) },
 		func() Element { return want.poolElement(i) })
-	p.element(f, op.used && old.timeout > 0, wp.used && want.timeout > 0,
+	p.element(f, old.sticky(i), want.sticky(i),
 		func() Element { return old.rememberElement(i) }, func() Element { return want.rememberElement(i) })
 	p.members(f, old, want, i)
+	p.unhealthy(f, old, want, i)
 	had, has := op.slots, wp.slots
 	if old.slotSet(i) != want.slotSet(i) {
 		for n, ep := range had {
@@ -223,9 +224,11 @@ func (p *planner) frontend(f ipfamily.Family, old *port, of *frontend, want *por
 	var room [2][perFrontend]Element
 	if of != nil {
 		before = old.elements(of, &room[0])
+		p.frontendNeeds(old, of, -1)
 	}
 	if wf != nil {
 		now = want.elements(wf, &room[1])
+		p.frontendNeeds(want, wf, +1)
 	}
 	var met [perFrontend]bool
 	for i := range before {
@@ -245,6 +248,17 @@ func (p *planner) frontend(f ipfamily.Family, old *port, of *frontend, want *por
 	}
 }
 
+// frontendNeeds counts what a frontend needs of its address. One that stays as it is, is not counted again: a Service
+// may have very many, and usually another endpoint is all that changes.
+func (p *planner) frontendNeeds(of *port, f *frontend, by int) {
+	if !f.clusterIP {
+		p.count(needMasquerade, f.key.Addr, by)
+	}
+	if of.timeout > 0 {
+		p.count(needAffinity, f.key.Addr, by)
+	}
+}
+
 // restartsCounter reports whether a frontend's element must be rewritten to restart its count: packets were refused
 // before and are served now, or the reverse.
 func restartsCounter(e *Element, old *port, of *frontend, want *port, wf *frontend) bool {
@@ -252,7 +266,7 @@ func restartsCounter(e *Element, old *port, of *frontend, want *port, wf *fronte
 		return false
 	}
 	switch e.Set {
-	case Services:
+	case Services, InsideServices:
 		return old.pools[of.inside].verdict != want.pools[wf.inside].verdict
 	case OutsideServices:
 		return old.pools[of.outside].verdict != want.pools[wf.outside].verdict

@@ -75,7 +75,10 @@ func TestRangesAreBounded(t *testing.T) {
 			if err := kernel.apply(txn); err != nil {
 				t.Fatal(err)
 			}
-			restricted := len(kernel[0].sets[RestrictedServices]) > 0
+			restricted := false
+			for _, e := range kernel[0].sets[Pools] {
+				restricted = restricted || e.Leads().Kind == Restrict
+			}
 			if ranges := len(kernel[0].sets[SourceRanges]); restricted && ranges == 0 || parts > most {
 				t.Fatalf("state %d, part %d: restricted %v to %d ranges", i, parts, restricted, ranges)
 			}

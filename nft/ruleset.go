@@ -105,6 +105,14 @@ const (
 	SourcePort
 	// SourcePortBucket is a hash of the sender's address and port, as SourceBucket.
 	SourcePortBucket
+	// The fields below are those of the connection: its client, and the endpoint that it was translated to.
+	OriginalSourceAddr
+	OriginalSourcePort
+	ReplySourceAddr
+	ReplySourcePort
+	// PoolNumber and PoolClass are the two parts of a priority that came from Pools.
+	PoolNumber
+	PoolClass
 )
 
 // MaxSlots is the modulus that the type of a slot has in the keys of sets. A pool may have more endpoints.
@@ -142,6 +150,18 @@ func fieldText(f ipfamily.Family, field Field, mod uint32) string {
 		return fmt.Sprintf("jhash %s saddr mod %d seed %#x", f.NFT(), mod, BucketSeed)
 	case SourcePortBucket:
 		return fmt.Sprintf("jhash %s saddr . th sport mod %d seed %#x", f.NFT(), mod, BucketSeed)
+	case OriginalSourceAddr:
+		return "ct original " + f.NFT() + " saddr"
+	case OriginalSourcePort:
+		return "ct original proto-src"
+	case ReplySourceAddr:
+		return "ct reply " + f.NFT() + " saddr"
+	case ReplySourcePort:
+		return "ct reply proto-src"
+	case PoolNumber:
+		return "meta priority & " + classID(PoolMask)
+	case PoolClass:
+		return "meta priority & " + classID(^uint32(PoolMask))
 	}
 	panic("nft: unknown field")
 }
@@ -162,11 +182,11 @@ func fieldsText(f ipfamily.Family, fields []Field) string {
 // Len is the length of the field's value in bytes, without padding.
 func (field Field) Len(f ipfamily.Family) int {
 	switch field {
-	case SourceAddr, DestAddr, OriginalDestAddr:
+	case SourceAddr, DestAddr, OriginalDestAddr, OriginalSourceAddr, ReplySourceAddr:
 		return f.AddrLen()
 	case L4Proto:
 		return 1
-	case DestPort, OriginalDestPort, SourcePort:
+	case DestPort, OriginalDestPort, SourcePort, OriginalSourcePort, ReplySourcePort:
 		return 2
 	}
 	return 4
@@ -205,6 +225,8 @@ func (s VerdictMap) text(f ipfamily.Family) string {
 type DNAT struct {
 	Key Concat
 	Map SetID
+	// Again is how many rules after this one do the same, with another random number.
+	Again int
 }
 
 func (s DNAT) text(f ipfamily.Family) string {
@@ -228,12 +250,15 @@ type PriorityIs struct {
 }
 
 func (s PriorityIs) text(ipfamily.Family) string {
-	text := fmt.Sprintf("%x:%x", s.Value>>16, s.Value&0xffff)
+	text := classID(s.Value)
 	if s.Value == 0 {
 		text = "none"
 	}
 	return "meta priority " + notEqual(s.Not) + text
 }
+
+// classID writes a priority as nft does.
+func classID(v uint32) string { return fmt.Sprintf("%x:%x", v>>16, v&0xffff) }
 
 // Accept ends the base chain: the packet goes on to the next hook.
 type Accept struct{}
@@ -245,6 +270,13 @@ type ClearPriority struct{}
 
 func (ClearPriority) text(ipfamily.Family) string { return "meta priority set none" }
 
+// StripClass leaves of a priority that came from Pools the number of the pool.
+type StripClass struct{}
+
+func (StripClass) text(ipfamily.Family) string {
+	return "meta priority set meta priority & " + classID(PoolMask)
+}
+
 // Update adds an element to a dynamic set or map, or refreshes its timeout if the key is there.
 type Update struct {
 	Map     SetID
@@ -254,10 +286,21 @@ type Update struct {
 	Data Concat
 	// Counted gives each element a counter of the packets that updated it.
 	Counted bool
+	// Once leaves the timeout of an element that is there.
+	Once bool
+	// Most, if not 0, is how many packets of each element match in a minute; at most 255.
+	Most uint8
 }
 
 func (s Update) text(f ipfamily.Family) string {
-	text := "update @" + s.Map.String() + " { " + s.Key.text(f) + " timeout " + secondsText(s.Timeout)
+	text := "update"
+	if s.Once {
+		text = "add"
+	}
+	text += " @" + s.Map.String() + " { " + s.Key.text(f) + " timeout " + secondsText(s.Timeout)
+	if s.Most > 0 {
+		text += fmt.Sprintf(" limit rate 1/minute burst %d packets", s.Most)
+	}
 	if s.Counted {
 		text += " counter"
 	}
@@ -340,14 +383,14 @@ func (s Bridged) text(ipfamily.Family) string {
 }
 
 // OffLoopback matches packets with a loopback address that came in by another interface than lo: martians, which the
-// kernel would drop itself without route_localnet.
+// kernel would drop itself without route_localnet. Every packet passes it, so the cheaper comparison is the first.
 type OffLoopback struct {
 	// Field is SourceAddr or DestAddr.
 	Field Field
 }
 
 func (s OffLoopback) text(f ipfamily.Family) string {
-	return `iifname != "lo" ` + fieldText(f, s.Field, 0) + ` 127.0.0.0/8`
+	return fieldText(f, s.Field, 0) + ` 127.0.0.0/8 iifname != "lo"`
 }
 
 // Translated matches connections whose destination was translated.
@@ -461,12 +504,13 @@ type Masquerade struct{}
 
 func (Masquerade) text(ipfamily.Family) string { return "masquerade fully-random" }
 
-// Reject answers with ICMP or ICMPv6 port unreachable, for every protocol.
+// Reject answers with ICMP or ICMPv6 port unreachable.
 type Reject struct{}
 
 func (Reject) text(ipfamily.Family) string { return "reject" }
 
-// Reset resets the TCP connection. TCPFlags must stand before it.
+// Reset resets the TCP connection. ProtocolIs or TCPFlags must stand before it, unless it is the whole rule, which then
+// matches TCP alone.
 type Reset struct{}
 
 func (Reset) text(ipfamily.Family) string { return "reject with tcp reset" }

@@ -55,6 +55,9 @@ func (t *Txn) Split() (first, rest *Txn) {
 		tt := &rest.Tables[i]
 		first.Tables[i].AddSets, first.Tables[i].AddChains = tt.AddSets, tt.AddChains
 		tt.AddSets, tt.AddChains = nil, nil
+		for _, set := range [...]SetID{Picks, SplitPicks, Timeouts} {
+			first.Tables[i].Add[set], tt.Add[set] = tt.Add[set], nil
+		}
 	}
 	return first, rest
 }
@@ -82,6 +85,7 @@ func (t *Txn) Undoing() *Txn {
 		for _, s := range t.Tables[i].AddSets {
 			tt.DelSets = append(tt.DelSets, s.ID)
 		}
+		tt.Del = t.Tables[i].Add
 		tt.sortChains()
 	}
 	return out
@@ -128,13 +132,21 @@ func count(by [NumSets][]Element) int {
 	return n
 }
 
-// Counts returns the number of elements; a replaced element is neither added nor removed.
+// Counts returns the number of elements; a replaced element is neither added nor removed. Those of verdict maps come
+// and go with their chains, and do not count.
 func (t *Txn) Counts() (added, replaced, removed int) {
 	for i := range t.Tables {
 		tt := &t.Tables[i]
-		added += count(tt.Add) - tt.Replaced
-		replaced += tt.Replaced
-		removed += count(tt.Del) - tt.Replaced
+		come, gone := tt.Add, tt.Del
+		for set := range NumSets {
+			if setsByID[set].Verdicts {
+				come[set], gone[set] = nil, nil
+			}
+		}
+		same := min(tt.Replaced, count(come), count(gone))
+		added += count(come) - same
+		replaced += same
+		removed += count(gone) - same
 	}
 	return added, replaced, removed
 }

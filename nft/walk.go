@@ -102,7 +102,7 @@ type tracer struct {
 // packetState is the packet at one point of its trace.
 type packetState struct {
 	Packet
-	// chain is where it was translated to; invalid before that.
+	// to is where it was translated to; invalid before that.
 	to netip.AddrPort
 	// share of of is what is left of the packet's chance: where a slot is missing, the remaining rules see that part.
 	share, of int
@@ -112,7 +112,7 @@ type packetState struct {
 	// bridged says that it stays on the bridge by which it came in.
 	bridged bool
 	steps   *[]Step
-	// addEnding is what is found out after the translation.
+	// end is the ending of a packet that was translated; nil before that.
 	end *Ending
 }
 
@@ -265,8 +265,8 @@ func (w *tracer) match(st Statement, s *packetState) (ok, isMatch bool) {
 		return s.status()&st.Of == st.Are, true
 	case NewConnection:
 		return true, true
-	case EchoRequest, DNATTo: // a packet to a port is no ping
-		return false, true
+	case EchoRequest:
+		return s.Protocol.IsPing(), true
 	case NotLocal:
 		return w.host.Local == nil || !w.host.Local(s.addr(DestAddr)), true
 	case Reply, TCPSequence: // it is the first packet of a client, whose sequence number is random
@@ -290,6 +290,9 @@ func (w *tracer) statement(st Statement, s *packetState, at int) (verdict, error
 	case ClearPriority:
 		s.priority = 0
 		return verdict{}, nil
+	case StripClass:
+		s.priority &= PoolMask
+		return verdict{}, nil
 	case Jump:
 		return verdict{verdictJump, st.Chain}, nil
 	case Goto:
@@ -299,18 +302,27 @@ func (w *tracer) statement(st Statement, s *packetState, at int) (verdict, error
 			s.end.Masquerade, s.end.Hairpin = true, s.Source == s.to.Addr()
 		}
 		return verdict{code: verdictDone}, nil
-	case Reject, Reset:
+	case Reset:
+		if s.Protocol != snapshot.TCP {
+			return verdict{code: verdictBreak}, nil
+		}
+		w.addEnding(s, Ending{Ending: dataplane.Ending{Outcome: dataplane.Rejected}})
+		return verdict{code: verdictDone}, nil
+	case Reject:
 		w.addEnding(s, Ending{Ending: dataplane.Ending{Outcome: dataplane.Rejected}})
 		return verdict{code: verdictDone}, nil
 	case Accept:
-		outcome := dataplane.Scheduled
-		if (*s.steps)[at].Chain == PassOn.id() {
-			outcome = dataplane.Untouched
+		outcome := dataplane.Untouched
+		if (*s.steps)[at].Chain == LeftToIPVS.id() {
+			outcome = dataplane.Scheduled
 		}
 		w.addEnding(s, Ending{Ending: dataplane.Ending{Outcome: outcome}})
 		return verdict{code: verdictDone}, nil
 	case Drop:
 		w.addEnding(s, Ending{Ending: dataplane.Ending{Outcome: dataplane.Dropped}})
+		return verdict{code: verdictDone}, nil
+	case DNATTo: // the ping is this node's now
+		w.addEnding(s, Ending{Ending: dataplane.Ending{Outcome: dataplane.Answered}})
 		return verdict{code: verdictDone}, nil
 	case Foreign:
 		w.addUnclear("chain %s holds a rule that is not Verdict's: %s", (*s.steps)[at].Chain.Name(), st.What)
@@ -354,7 +366,11 @@ func (w *tracer) lookupStatement(st Statement, s *packetState, at int) (verdict,
 		if err != nil || len(found) == 0 {
 			return verdict{code: verdictBreak}, err
 		}
-		return w.translate(s, found, st.Key.slots()), nil
+		slots := st.Key.slots()
+		if st.Again > 0 { // whoever finds nothing tries again, until all have what was found
+			slots = len(found)
+		}
+		return w.translate(s, found, slots), nil
 	}
 	panic(fmt.Sprintf("nft: no way through %T", st))
 }
@@ -456,9 +472,9 @@ func (w *tracer) lookupKey(set SetID, key Concat, s *packetState, at int) ([]Lis
 			e.addKeyPort(port)
 		case OriginalDestPort:
 			e.addKeyPort(s.Port)
-		case Priority:
-			in := SetByID(set)
-			in.order().PutUint32(e.key[e.KeyLen:], s.priority)
+		case Priority, PoolNumber, PoolClass:
+			in, mask := SetByID(set), map[Field]uint32{Priority: ^uint32(0), PoolNumber: PoolMask, PoolClass: ^uint32(PoolMask)}
+			in.order().PutUint32(e.key[e.KeyLen:], s.priority&mask[field])
 			e.KeyLen += 4
 		case SourceBucket:
 			e.addKeyWord(bucketOf(s.Source, key.Mod))
@@ -513,6 +529,8 @@ func (w *Walk) Cause() dataplane.Cause {
 			return dataplane.FrontendFound
 		case dataplane.Scheduled:
 			return dataplane.FrontendScheduled
+		case dataplane.Answered:
+			return dataplane.PingAnswered
 		}
 	}
 	for i := len(w.Steps) - 1; i >= 0; i-- {
@@ -521,6 +539,9 @@ func (w *Walk) Cause() dataplane.Cause {
 			continue
 		}
 		if s.Chain.Kind == PassOn {
+			if i > 0 && w.Steps[i-1].Rule.looksUp(SharedRanges) {
+				return dataplane.NotService
+			}
 			return dataplane.FailoverPassed
 		}
 		if w.Endings[0].Outcome == dataplane.Untouched {
@@ -535,28 +556,29 @@ func (w *Walk) Cause() dataplane.Cause {
 			return dataplane.NoEndpoints
 		case NoLocalEndpoints:
 			return dataplane.NoLocalEndpoints
-		case Frontends, LoadBalancers:
-			return causeOf(s.Rule)
 		case Restrict:
 			return dataplane.SourceRefused
+		case Split: // a frontend of which the pool is gone
+			return dataplane.FrontendFound
+		case Unallocated:
+			return dataplane.Unallocated
+		}
+		if slices.Contains(addressKinds[:], s.Chain.Kind) {
+			if _, found := s.Rule[0].(SetPriority); found { // there is a frontend, of which the pool is gone
+				return dataplane.FrontendFound
+			}
+			return dataplane.UnusedPort
 		}
 	}
 	return dataplane.NotService
 }
 
-// causeOf says why a rule behind all frontends ended a packet's way.
-func causeOf(r Rule) dataplane.Cause {
-	for _, st := range r {
-		switch st := st.(type) {
-		case SetPriority: // there is a frontend, of which the pool is gone
-			return dataplane.FrontendFound
-		case SetLookup:
-			if st.Set == ClusterIPs || st.Set == LoadBalancerIPs {
-				return dataplane.UnusedPort
-			}
-		}
-	}
-	return dataplane.Unallocated
+// looksUp says whether a rule matches the elements of a set.
+func (r Rule) looksUp(set SetID) bool {
+	return slices.ContainsFunc(r, func(st Statement) bool {
+		l, ok := st.(SetLookup)
+		return ok && l.Set == set
+	})
 }
 
 // Frontend gives the element that led the packet to its pool, and that of the pool.

@@ -19,6 +19,7 @@ var walkConfigs = []dataplane.Config{
 	{NodeName: "node-1", MasqueradeAll: true, RejectUnusedPorts: true, DetectLocal: testConfig.DetectLocal},
 	{NodeName: "node-1", RejectUnusedPorts: true,
 		DetectLocal: dataplane.DetectLocal{Mode: dataplane.DetectBridgeInterface, Interface: "cni0"}},
+	{NodeName: "node-1", AsKubeProxy: true, LocalhostNodePorts: true, DetectLocal: testConfig.DetectLocal},
 	{NodeName: "node-1", PingServices: true,
 		DetectLocal: dataplane.DetectLocal{Mode: dataplane.DetectInterfaceNamePrefix, Interface: "pod"}},
 }
@@ -170,9 +171,7 @@ func TestDisagreements(t *testing.T) {
 			e := frontendElement(ExternalServices, k)
 			e.setID(externalAll)
 			l.Elements[ExternalServices] = []Listed{{Element: e}}
-			s := StructureOf(st, ipfamily.IPv4)
-			s.Uses = s.Uses.With(Remember, ExternalServices)
-			l.Table = TableOf(ipfamily.IPv4, s, []ChainID{{UncountedPick, 2}, {StickyPick, 2}, {RememberFor, 3600}})
+			l.Elements[SourceKinds] = []Listed{{Element: kindElement(SourceKinds, k.Addr, 1|stickyKind|bothKind)}}
 		}, "10.244.1.1:8080: the objects say it sees the sender's own address, the kernel it sees an address of this node; " +
 			"10.244.1.2:8080: the objects say it sees the sender's own address, the kernel it sees an address of this node"},
 	} {
@@ -200,20 +199,25 @@ func TestDisagreements(t *testing.T) {
 func TestWalkForeign(t *testing.T) {
 	table := Table{Family: ipfamily.IPv4, Chains: []Chain{
 		{ID: Prerouting.id(), Hook: &Hook{"nat", "prerouting", priorityDstNAT}, Rules: []Rule{{Foreign{"meta, cmp"}},
-			{Goto{Frontends.id()}}}},
-		{ID: Frontends.id(), Rules: []Rule{dispatch(Services)}},
+			{Goto{Split.id()}}}},
+		{ID: Split.id(), Rules: []Rule{dispatch(Services, Picks)}},
 	}}
 	p := Packet{Source: addr("10.0.0.1"), Destination: addr("10.96.0.1"), Protocol: snapshot.TCP, Port: 80,
 		Interface: "eth0"}
 	list := Listing{Table: table}
 	e := frontendElement(Services, dataplane.Key{Addr: p.Destination, Protocol: p.Protocol, Port: p.Port})
 	e.setID(7)
-	list.Elements[Services], list.Elements[Pools] = []Listed{{Element: e}}, []Listed{{Element: idElement(Pools, 7)}}
+	pool := idElement(Pools, 7)
+	pool.setPool(NoEndpoints.id(), 7)
+	foreign := leadingTo(NoEndpoints.id())[0]
+	foreign.Chain = ChainID{}
+	list.Elements[Services], list.Elements[Pools] = []Listed{{Element: e}}, []Listed{{Element: pool}}
+	list.Elements[Picks] = []Listed{{Element: foreign}}
 	walk, err := WalkTable(&table, &list, p, Host{})
 	if err != nil || len(walk.Unclear) != 2 || walk.Trace(ipfamily.IPv4).Outcome() != "untouched" {
 		t.Errorf("%v %q %s", err, walk.Unclear, walk.Trace(ipfamily.IPv4).Outcome())
 	}
-	table.Chains[1].Rules = []Rule{{Jump{Frontends.id()}}}
+	table.Chains[1].Rules = []Rule{{Jump{Split.id()}}}
 	if _, err := WalkTable(&table, &list, p, Host{}); err == nil {
 		t.Error("a circle was walked to its end")
 	}

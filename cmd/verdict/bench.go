@@ -10,6 +10,7 @@ import (
 	"os/signal"
 	"runtime"
 	"syscall"
+	"time"
 
 	"github.com/spf13/cobra"
 
@@ -34,7 +35,7 @@ bytes in another empty namespace.
   verdict bench change   change one endpoint or Service at a time in a full kernel
   verdict bench churn    change at a steady rate, through the queue and loop of "verdict run"
   verdict bench restart  start a process on what an earlier one left in the kernel
-  verdict bench flow     the kernel's cost of a new connection from this node to a Service
+  verdict bench flow     the kernel's cost of a new connection from this node, and of one that it forwards
 
 The cluster is IPv4. Each Service has one cluster IP, one TCP port and one EndpointSlice, without
 node ports, session affinity or topology hints; each node has 100 endpoints. Parsing objects is not
@@ -55,8 +56,8 @@ Memory is reported as:
 
 Percentiles are exact: the smallest sample that at least so many percent of all samples do not
 exceed.`,
-		RunE: needCommand,
 	}
+	onlyCommands(cmd)
 	cmd.AddCommand(newBenchCold(), newBenchChange(), newBenchChurn(), newBenchRestart(), newBenchFlow())
 	return cmd
 }
@@ -111,22 +112,38 @@ func (b *bench) run(cmd *cobra.Command, measure func(context.Context) (benchmark
 	out := terminal.NewPrinter(cmd.OutOrStdout())
 	out.Line("%s", out.Paint(terminal.Dim, fmt.Sprintf("%s, Linux %s, %s", node.Version(), node.KernelRelease(),
 		terminal.Plural(runtime.NumCPU(), "CPU"))))
-	return result.WriteText(cmd.OutOrStdout(), benchmark.Style{
+	return result.WriteText(out, benchmark.Style{
 		Bold: func(text string) string { return out.Paint(terminal.Bold, text) },
 		Dim:  func(text string) string { return out.Paint(terminal.Dim, text) },
 	})
 }
 
-// progress is a line on a terminal that is written over; elsewhere nothing.
-type progress struct{ w io.Writer }
+// progressEvery is how often a line tells of progress where none can be written over.
+const progressEvery = 5 * time.Second
 
-func newProgress(w io.Writer) progress {
-	if f, ok := w.(*os.File); !ok || !terminal.Is(f) {
-		w = io.Discard
-	}
-	return progress{w}
+// progress is a line on a terminal that is written over; elsewhere a line now and then.
+type progress struct {
+	w    io.Writer
+	over bool
+	next time.Time
 }
 
-func (p progress) show(text string) { fmt.Fprint(p.w, "\r\x1b[K"+text) }
+func newProgress(w io.Writer) *progress {
+	f, ok := w.(*os.File)
+	return &progress{w: w, over: ok && terminal.Obeys(f)}
+}
 
-func (p progress) clear() { fmt.Fprint(p.w, "\r\x1b[K") }
+func (p *progress) show(text string) {
+	if p.over {
+		fmt.Fprint(p.w, "\r\x1b[K"+text)
+	} else if now := time.Now(); !now.Before(p.next) {
+		p.next = now.Add(progressEvery)
+		fmt.Fprintln(p.w, text)
+	}
+}
+
+func (p *progress) clear() {
+	if p.over {
+		fmt.Fprint(p.w, "\r\x1b[K")
+	}
+}

@@ -25,7 +25,7 @@ func newBenchCold() *cobra.Command {
 
 Each round starts with a collected heap and new namespaces. The medians of all rounds are reported.
 Memory and allocations are those of one earlier fill, the first of this process, which is not timed.`,
-		Args: cobra.NoArgs,
+		Args: noArgs(""),
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			if rounds < 1 {
 				return fmt.Errorf("--rounds: %d is not a positive number", rounds)
@@ -42,34 +42,39 @@ Memory and allocations are those of one earlier fill, the first of this process,
 
 func newBenchChange() *cobra.Command {
 	var b bench
-	var rounds int
+	var change benchmark.ChangeOptions
 	cmd := &cobra.Command{
 		Use:   "change",
 		Short: "Change one endpoint or Service at a time in a full kernel",
-		Long: `Change fills a kernel, then changes one object at a time and measures from the event, an object in
-memory that differs, to the kernel's acknowledgement. A round has one change of each kind, each of a
-random Service:
+		Long: `Change fills a kernel with clusters of each of --sizes, changes one object at a time in each, and
+measures from the event, an object in memory that differs, to the kernel's acknowledgement. A round
+has one change of each kind, each of a random Service:
 
   endpoint replaced   one endpoint goes, another comes: its slot is rewritten
-  endpoint added      one slot more, and the frontend moves to another chain
-  endpoint removed    one slot less, and the frontend moves to another chain
+  endpoint added      one slot more, and the pool has another size
+  endpoint removed    one slot less, and the pool has another size
   service added       a Service with its endpoints
   service removed     the Service that was added before
 
-"Own" is everything but the commit. The floor is the kernel alone: afterwards, the same bytes are
-written in the same order into another namespace with the same content.`,
-		Args: cobra.NoArgs,
+"Kernel" is the commit, "own" is everything else. The floor is the kernel alone: afterwards, the
+same bytes are written in the same order into another namespace with the same content.`,
+		Args: noArgs(""),
 		RunE: func(cmd *cobra.Command, _ []string) error {
-			if rounds < 1 {
-				return fmt.Errorf("--rounds: %d is not a positive number", rounds)
+			if err := change.Prepare(); err != nil {
+				return fmt.Errorf("--%w", err)
 			}
+			b.Options = change.Options
 			return b.run(cmd, func(ctx context.Context) (benchmark.Result, error) {
-				return benchmark.Change(ctx, b.Options, rounds)
+				change.Options = b.Options
+				return benchmark.Change(ctx, &change)
 			})
 		},
 	}
-	b.add(cmd)
-	cmd.Flags().IntVar(&rounds, "rounds", 1000, "number of changes of each kind")
+	f := cmd.Flags()
+	f.IntSliceVar(&change.Sizes, "sizes", []int{1000, 10000, 100000}, "numbers of Services")
+	f.IntVar(&change.Endpoints, "endpoints", 10, "endpoints per Service")
+	f.IntVar(&change.Rounds, "rounds", 300, "number of changes of each kind")
+	addJSON(f, &b.json, "print one JSON object")
 	return cmd
 }
 
@@ -90,7 +95,7 @@ acknowledgement of the transaction that contains it, or a later change of the sa
             percentiles include them
   backlog   the largest number of unacknowledged changes at any moment
   late      the largest delay of queueing a change, compared with the rate`,
-		Args: cobra.NoArgs,
+		Args: noArgs(""),
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			if err := load.Check(); err != nil {
 				return fmt.Errorf("--%w", err)
@@ -120,7 +125,7 @@ until it knows that the kernel has all Services, in two cases:
               writes the difference
 
 The medians of all rounds are reported.`,
-		Args: cobra.NoArgs,
+		Args: noArgs(""),
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			switch {
 			case rounds < 1:
@@ -139,20 +144,21 @@ The medians of all rounds are reported.`,
 	return cmd
 }
 
-func newBenchFlow() *cobra.Command {
-	var b bench
-	var flow benchmark.FlowOptions
-	cmd := &cobra.Command{
-		Use:   "flow",
-		Short: "Open flows from this node to Services",
-		Long: `Flow measures what the ruleset costs clients: the processor time of the thread that sends the first
-packet of a UDP flow, one byte from the node itself to a random Service, from the system call until
-the packet has left the node's network namespace and is discarded. That includes connection
-tracking, routing and the device, which cost the same without a proxy. So flow also measures the
-minimum:
+const flowHelp = `Flow measures what a ruleset costs clients: the processor time of the thread that sends the first
+packet of a UDP flow, of one byte, from the system call until the packet has left the node and is
+discarded. That includes connection tracking, routing and the devices, which cost the same without
+a proxy. There are five paths:
+
+  from the node     by a process of the node itself, to a random Service, and straight to an endpoint
+  forwarded         by a client whose packets the node forwards, to both as well
+  established       one packet more of a flow from that client to a Service, which was answered
+
+Beside Verdict's tables, flow measures:
 
   conntrack alone   a nat chain with a rule that never matches: no packet is translated
-  one dnat rule     the floor: one rule translates each packet, without a lookup
+  one dnat rule     the floor: one rule translates each packet to a Service, without a lookup
+  kube-proxy        the rules that kube-proxy writes for the same Services in mode nftables, with at
+                    most 10,000 Services. --kube-proxy names its program
 
 With Verdict's tables, in clusters of each of --sizes, in which each Service has one UDP port:
 
@@ -163,15 +169,24 @@ With Verdict's tables, in clusters of each of --sizes, in which each Service has
 
 and, in the largest of the sizes up to 10,000:
 
-  masqueraded       the node's address is not in the cluster CIDR
+  masqueraded       the addresses of node and client are not in the cluster CIDR
   sticky            with session affinity, of which the kernel already has an entry
-  external Local    to load balancer addresses with externalTrafficPolicy Local; masqueraded, too
+  external Local    to load balancer addresses with externalTrafficPolicy Local; from the node
+                    masqueraded, too
 
-Each has its own network namespace, and they are measured in turn, round after round. A round sends
-the same --flows packets after the connection tracking entries of the last round were removed. An
-untimed round comes first; after it, flow checks in connection tracking that all flows were
-translated as expected. The two rulesets that are not Verdict's need nft.`,
-		Args: cobra.NoArgs,
+Each has network namespaces of its own for client, node and what is behind it, and they are measured
+in turn, round after round. In a round, each path gets the same --flows packets after all connection
+tracking entries were removed. An untimed round comes first, in which flow checks in connection
+tracking that all flows were translated as expected. The first two rulesets need nft.`
+
+func newBenchFlow() *cobra.Command {
+	var b bench
+	var flow benchmark.FlowOptions
+	cmd := &cobra.Command{
+		Use:   "flow",
+		Short: "Open flows to Services and endpoints",
+		Long:  flowHelp,
+		Args:  noArgs(""),
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			if err := flow.Prepare(); err != nil {
 				return fmt.Errorf("--%w", err)
@@ -188,6 +203,7 @@ translated as expected. The two rulesets that are not Verdict's need nft.`,
 	f.IntVar(&flow.Endpoints, "endpoints", 10, "endpoints per Service")
 	f.IntVar(&flow.Flows, "flows", 8000, "flows per round")
 	f.IntVar(&flow.Rounds, "rounds", 11, "number of rounds")
+	f.StringVar(&flow.KubeProxy, "kube-proxy", "", "program of kube-proxy; empty means the one in the PATH, if any")
 	addJSON(f, &b.json, "print one JSON object")
 	return cmd
 }

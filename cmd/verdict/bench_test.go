@@ -5,8 +5,10 @@ import (
 	"context"
 	"encoding/json"
 	"errors"
+	"fmt"
 	"strings"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	"github.com/verdict-proxy/verdict/internal/lab/labtest"
@@ -17,7 +19,7 @@ func TestBench(t *testing.T) {
 	const small = " --services 50 --endpoints 3"
 	for args, title := range map[string]string{
 		"cold --rounds 1" + small:                             "Cold: 50 Services with 3 endpoints each",
-		"change --rounds 1" + small:                           "Change: in a kernel with 50 Services",
+		"change --rounds 1 --sizes 50 --endpoints 3":          "Change: in a kernel with Services of 3 endpoints each",
 		"churn --rate 500 --seconds 0.1" + small:              "Churn: 500 changes a second",
 		"restart --rounds 1 --changed 5" + small:              "Restart: 50 Services",
 		"flow --endpoints 3 --flows 20 --rounds 1 --sizes 20": "Flow: a new UDP flow to Services with 3 endpoints each",
@@ -54,6 +56,9 @@ func TestBenchFlags(t *testing.T) {
 		"cold --services 3000000":                "--services: 3000000 is not",
 		"churn --services 100000 --endpoints 42": "--endpoints: 42 is not between 1 and 41",
 		"change --endpoints -1":                  "--endpoints: -1 is not",
+		"change --sizes 0,10":                    "--sizes: [0 10] are not between 1 and",
+		"change --sizes 100000 --endpoints 42":   "--endpoints: 42 is not between 1 and 41",
+		"flow --kube-proxy /none":                "--kube-proxy: ",
 		"cold --rounds 0":                        "--rounds: 0 is not",
 		"change --rounds -3":                     "--rounds: -3 is not",
 		"churn --rate 0":                         "--rate: 0 is not",
@@ -65,7 +70,7 @@ func TestBenchFlags(t *testing.T) {
 		"flow --rounds 0":                        "--rounds: 0 is not",
 		"flow --flows 0":                         "--flows: 0 is not",
 		"flow --sizes 0,100":                     "--flows: 8000 is more than 64 to each of 100 Services",
-		"cold 10000":                             "unknown command",
+		"cold 10000":                             "takes no arguments",
 	} {
 		root := newRoot()
 		root.SetArgs(append([]string{"bench"}, strings.Fields(args)...))
@@ -81,7 +86,7 @@ func TestBenchFlags(t *testing.T) {
 func TestBenchInterrupted(t *testing.T) {
 	for _, args := range [][]string{
 		{"cold", "--services", "50", "--rounds", "1000000"},
-		{"change", "--services", "50", "--rounds", "1000000"},
+		{"change", "--sizes", "50", "--rounds", "1000000"},
 		{"churn", "--services", "50", "--seconds", "3600"},
 		{"flow", "--sizes", "20", "--flows", "200", "--rounds", "1000000"},
 	} {
@@ -101,4 +106,20 @@ func TestBenchInterrupted(t *testing.T) {
 			labtest.NoNamespacesLeft(t)
 		}
 	}
+}
+
+// TestProgress: who writes to a file is told of progress, too, in lines that are not many.
+func TestProgress(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		var out bytes.Buffer
+		p := newProgress(&out)
+		for i := range 100 {
+			p.show(fmt.Sprintf("%d of 100", i))
+			time.Sleep(progressEvery / 50)
+		}
+		p.clear()
+		if got, want := out.String(), "0 of 100\n50 of 100\n"; got != want {
+			t.Errorf("%q; want %q", got, want)
+		}
+	})
 }

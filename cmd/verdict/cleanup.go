@@ -14,13 +14,14 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/verdict-proxy/verdict/internal/backends"
+	"github.com/verdict-proxy/verdict/internal/inspect"
 	"github.com/verdict-proxy/verdict/internal/keeper"
 	"github.com/verdict-proxy/verdict/internal/node"
 	"github.com/verdict-proxy/verdict/nft/kernel"
 )
 
 func newCleanup() *cobra.Command {
-	var stop, stay bool
+	var stop, stay, asJSON bool
 	cmd := &cobra.Command{
 		Use:   "cleanup",
 		Short: "Remove everything that Verdict wrote on this node",
@@ -39,7 +40,7 @@ stays, since others may rely on it. If there is nothing to remove, cleanup says 
 
 While "verdict run" works in the same network namespace, cleanup refuses, unless --stop tells it to
 stop that first.`,
-		Args: cobra.NoArgs,
+		Args: noArgs(""),
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			if err := checkHolder(cmd.ErrOrStderr(), stop); err != nil {
 				return err
@@ -64,6 +65,9 @@ stop that first.`,
 			case err == nil:
 				warnNoRules(cmd.Context(), cmd.ErrOrStderr())
 			}
+			if asJSON {
+				err = errors.Join(err, inspect.WriteJSON(cmd.OutOrStdout(), cleanedUp{removed}))
+			}
 			if err == nil && stay {
 				fmt.Fprintln(cmd.ErrOrStderr(), "verdict: done; waiting to be stopped")
 				stayUntilStopped(cmd.Context())
@@ -71,9 +75,15 @@ stop that first.`,
 			return err
 		},
 	}
+	addJSON(cmd.Flags(), &asJSON, "print JSON: what was removed")
 	cmd.Flags().BoolVar(&stop, "stop", false, `stop "verdict run" first, if it is running here`)
 	cmd.Flags().BoolVar(&stay, "stay", false, "when done, wait for SIGTERM, as a DaemonSet expects it of its pods")
 	return cmd
+}
+
+// cleanedUp is what cleanup prints with -o json.
+type cleanedUp struct {
+	Removed []string `json:"removed"`
 }
 
 // checkHolder refuses to work beside a proxy, unless that is to be stopped. It warns if systemd may start it again.

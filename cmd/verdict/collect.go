@@ -30,7 +30,7 @@ func newCollect() *cobra.Command {
 	var o collectOptions
 	cmd := &cobra.Command{
 		Use:   "collect",
-		Short: "Ask all nodes whether they have a change, when one of them wants to know",
+		Short: "Run the collector that answers /everywhere requests",
 		Long: `Collect answers "have all nodes got it?" for the proxies of a cluster, each of which is connected to
 it (setting everywhere). It asks them when somebody asks GET /everywhere on a node, for example in a
 preStop hook; nothing is sent or watched at rest. It needs no privileges on its host.
@@ -39,7 +39,7 @@ Of several processes one leads, by a Lease, in which nodes find its address and 
 its certificate. Nodes show the token of their ServiceAccount, which the API server reviews.
 docs/CLUSTER.md says what it answers, and which rights it needs.`,
 		Example: "  verdict collect --advertise-address $(POD_IP) --identity $(POD_NAME)",
-		Args:    cobra.NoArgs,
+		Args:    noArgs(""),
 		RunE:    func(cmd *cobra.Command, _ []string) error { return o.run(cmd.Context()) },
 	}
 	f := cmd.Flags()

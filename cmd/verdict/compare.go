@@ -3,13 +3,12 @@ package main
 import (
 	"context"
 	"errors"
-	"fmt"
-	"os"
 
 	"github.com/spf13/cobra"
 
 	"github.com/verdict-proxy/verdict/internal/backends"
 	"github.com/verdict-proxy/verdict/internal/inspect"
+	"github.com/verdict-proxy/verdict/internal/terminal"
 )
 
 // Exit statuses of the commands that compare, which are those of diff(1).
@@ -25,13 +24,13 @@ func newCompareCommand(
 	run func(ctx context.Context, cmd *cobra.Command) (same bool, err error),
 ) *cobra.Command {
 	trouble := func(err error) error {
-		fmt.Fprintln(os.Stderr, "verdict:", err)
+		terminal.Warn(err)
 		return exitStatus(exitTrouble)
 	}
-	cmd.SetFlagErrorFunc(func(_ *cobra.Command, err error) error { return trouble(err) })
+	cmd.SetFlagErrorFunc(func(cmd *cobra.Command, err error) error { return trouble(flagError(cmd, err)) })
 	cmd.Args = func(cmd *cobra.Command, args []string) error {
-		if len(args) > 0 {
-			return trouble(fmt.Errorf("%s takes no arguments, but got %q", cmd.Name(), args[0]))
+		if err := noArgs("")(cmd, args); err != nil {
+			return trouble(err)
 		}
 		return nil
 	}

@@ -17,6 +17,7 @@ import (
 	"github.com/verdict-proxy/verdict/internal/compare"
 	"github.com/verdict-proxy/verdict/internal/inspect"
 	"github.com/verdict-proxy/verdict/internal/ipfamily"
+	"github.com/verdict-proxy/verdict/internal/terminal"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
@@ -83,14 +84,16 @@ func (o *packetOptions) run(ctx context.Context, cmd *cobra.Command) (ok bool, e
 	ok = made.Result.OK()
 	out := cmd.OutOrStdout()
 	if o.json {
-		err = made.Write(out)
+		err = made.Write(terminal.NewPrinter(out))
 	} else {
-		_, err = fmt.Fprint(out, made.Text())
+		p := terminal.NewPrinter(out)
+		p.Lines(made.Text())
+		err = p.Err()
 	}
 	if previous != nil {
 		changed := previous.Check(made)
 		for _, line := range changed {
-			fmt.Fprintln(os.Stderr, "verdict: the certificate does not hold:", line)
+			terminal.Warn("the certificate does not hold:", line)
 		}
 		ok = ok && len(changed) == 0
 	}
@@ -156,7 +159,7 @@ func (o *packetOptions) certifyOnce(ctx context.Context, first bool) (_ *compare
 	}
 	for _, n := range append(notes, more...) {
 		if first {
-			fmt.Fprintln(os.Stderr, "verdict:", n)
+			terminal.Warn(n)
 		}
 	}
 	begin := time.Now()

@@ -74,6 +74,8 @@ var revision = regexp.MustCompile(`0x[0-9a-f]{8} comment`)
 // noIPVS leaves all Services to nftables, whatever the mode: not every kernel has IPVS.
 const noIPVS = "---\napiVersion: verdict/v1alpha1\nkind: VerdictConfiguration\nipvs: never\n"
 
+const asKubeProxy = "---\napiVersion: verdict/v1alpha1\nkind: VerdictConfiguration\nbehavior: kube-proxy\n"
+
 // TestReloadInKernel: after changes of the file at work, the kernel holds what a proxy writes that begins with the
 // last of them.
 func TestReloadInKernel(t *testing.T) {
@@ -97,6 +99,8 @@ func TestReloadInKernel(t *testing.T) {
 		{"mode: nftables\ndetectLocalMode: NodeCIDR\n", "mode: nftables\ndetectLocalMode: Magic\nnodePortAddresses: " +
 			"[127.0.0.0/8, 10.0.0.0/33]\nbindAddress: 127.0.0.1\n",
 			"mode: nftables\nbindAddress: 127.0.0.1\nnodePortAddresses: [127.0.0.0/8]\n"},
+		{"mode: nftables\nclusterCIDR: 10.244.0.0/16\n", "mode: nftables\nclusterCIDR: 10.244.0.0/16\n" + asKubeProxy},
+		{"mode: nftables\nclusterCIDR: 10.244.0.0/16\n" + asKubeProxy, "mode: nftables\nclusterCIDR: 10.244.0.0/16\n"},
 		{"mode: nftables\nnodePortAddresses: [primary]\n", "mode: nftables\nnodePortAddresses: [localhost, primary]\n"},
 	} {
 		r.configure(steps[0])

@@ -26,7 +26,7 @@ how long they took, and a field for explain. Open the address that it prints; wi
 it, nothing is shown.
 
 The nodes are asked with your own rights, as by status and top, and only while a window is open.`,
-		Args: cobra.NoArgs,
+		Args: noArgs(""),
 	}
 	cmd.Flags().StringVar(&listen, "listen", "127.0.0.1:0", "address and port of this host; port 0: any that is free")
 	cmd.Flags().DurationVar(&interval, "interval", 2*time.Second, "pause between two looks, at least 500ms")

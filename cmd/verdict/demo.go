@@ -26,7 +26,7 @@ in under 30 seconds and leaves nothing behind.
 
 It needs root or, for other users, unprivileged user namespaces. It changes nothing on the machine
 itself and needs no other program. The exit status is 1 if an expectation failed.`,
-		Args: cobra.NoArgs,
+		Args: noArgs(""),
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			status, done, err := lab.Enter()
 			switch {

@@ -24,7 +24,8 @@ second.
 
 The objects come from --from PATH, --kubeconfig FILE, or --in-cluster; the last is the default.
 Flags such as --cluster-cidr must be the same as those of verdict run; those that are not given are
-taken from the kernel's rules. It only reads, beside a running proxy, and needs CAP_NET_ADMIN.
+taken from the settings that the kernel has. It only reads, beside a running proxy, and needs
+CAP_NET_ADMIN.
 
 Exit status: 0 if there is no difference, 1 if there is one, 2 if something went wrong.`,
 		Example: `  verdict diff --from examples/cluster.yaml --hostname-override node-1

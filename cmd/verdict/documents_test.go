@@ -135,6 +135,7 @@ var (
 // A document may leave out lines by "..." and break long ones.
 func TestDocumentedAnswers(t *testing.T) {
 	c := newCompared(t, "10.244.1.1/24", "192.0.2.10/24")
+	labtest.Run(t, c.host, "", "ip", "route", "add", "10.244.2.0/24", "dev", "eth0", "src", "192.0.2.10")
 	normal := func(text string) string {
 		return counted.ReplaceAllString(strings.Join(strings.Fields(text), " "), "$1 N ")
 	}

@@ -25,6 +25,8 @@ type explainOptions struct {
 	// at is a time in the past, of which the ledger tells.
 	at     string
 	ledger ledgerPlace
+	// to is a pod of which is asked which Services lead to it.
+	to string
 }
 
 func newExplain() *cobra.Command {
@@ -32,31 +34,41 @@ func newExplain() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "explain SRC DST:PORT[/PROTO]",
 		Short: "Say what happens to a packet, and why",
-		Long: `Explain tells what happens to the first packet of a connection from SRC to DST: which Service
+		Long: `Explain shows where the first packet of a connection from SRC to DST goes: which Service
 answers there, which row of policy decides, which endpoints it may be sent to and how likely, what
 source address they see, and why the Service's other endpoints are excluded.
 
 SRC is an address, or node (this node), pod (some pod) or outside (neither). PROTO is tcp, udp or
-sctp; the default is tcp.
+sctp; the default is tcp. DST/icmp asks about a ping.
 
 The answer comes from the objects: --from PATH, --kubeconfig FILE, or --in-cluster, the default in a
 pod. With --live it comes from the kernel of this node, which explain only reads, by key, beside a
 running proxy; that is the default elsewhere. With --live and objects it comes from both, and
-explain tells where they disagree.
+explain shows where they disagree.
 Verdict does not touch packets to an address of no Service: explain does not know what other rules
-of this host do with them.
+of this host do with them. With --live it says what else on this host stops a packet to a Service: a
+route that is missing, forwarding that is off, chains of other programs.
 
 With --at, the answer is that of the kernel at a time in the past, as far as the ledger of this node
 knows (docs/LEDGER.md); addresses, routes and interfaces of this host are those of now.
 
+With --to, and without SRC and DST, it lists the Services that lead to a pod, by the objects or, if
+none are given, by what the kernel of this node holds.
+
 Flags such as --cluster-cidr must be the same as those of verdict run. With --live, those that are
-not given are taken from the kernel's rules.`,
+not given are taken from the settings that the kernel has.`,
 		Example: `  verdict explain node 10.96.0.10:53/udp --from cluster.yaml --hostname-override node-1
   verdict explain outside 203.0.113.20:80 --live
+  verdict explain outside 203.0.113.20/icmp
   verdict explain pod 10.96.0.10:53/udp --live --in-cluster --trace
-  verdict explain pod 10.96.0.10:53/udp --at 14:03:07`,
-		Args: explainArgs,
+  verdict explain pod 10.96.0.10:53/udp --at 14:03:07
+  verdict explain --to 10.244.1.7`,
+		Args:              o.checkArgs,
+		ValidArgsFunction: o.complete,
 		RunE: func(cmd *cobra.Command, args []string) error {
+			if o.to != "" {
+				return o.leadingTo(cmd.Context(), cmd.OutOrStdout())
+			}
 			q, err := inspect.ParseQuestion(args[0], args[1])
 			if err != nil {
 				return err
@@ -85,6 +97,7 @@ func (o *explainOptions) addFlags(f *pflag.FlagSet) {
 	)
 	f.StringVar(&o.at, "at", "", "ask the ledger for this time: 14:03:07, 2006-01-02 14:03:07 or RFC 3339")
 	o.ledger.addFlags(f)
+	f.StringVar(&o.to, "to", "", "say which Services lead to this pod: its address or, of an API server, NAMESPACE/NAME")
 	f.BoolVar(&o.trace, "trace", false, "with --live or --at, show each rule that looks at the packet")
 	f.BoolVar(&o.exitCode, "exit-code", false, "exit with status 1 if the kernel and the objects disagree")
 	f.BoolVar(&o.all, "all", false, "show all endpoints, however many there are")
@@ -102,7 +115,10 @@ func (o *explainOptions) print(w io.Writer, a *inspect.Answer) error {
 	return p.Err()
 }
 
-func explainArgs(_ *cobra.Command, args []string) error {
+func (o *explainOptions) checkArgs(cmd *cobra.Command, args []string) error {
+	if o.to != "" {
+		return noArgs(" (--to takes the pod)")(cmd, args)
+	}
 	switch len(args) {
 	case 0:
 		return errors.New("SRC and DST:PORT are missing: verdict explain 10.244.1.7 10.96.0.10:53/udp")
@@ -155,7 +171,7 @@ func (o *explainOptions) answerPast(ctx context.Context, q inspect.Question) (*i
 		return nil, fmt.Errorf("--at: %w", err)
 	}
 	o.ledger.config = o.objects.Policy.File()
-	dir, err := o.ledger.path()
+	dir, err := o.ledger.path(ctx)
 	if err != nil {
 		return nil, err
 	}

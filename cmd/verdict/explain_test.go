@@ -125,7 +125,11 @@ func TestExplainArguments(t *testing.T) {
 		{"10.0.0.1 10.96.0.1:70000", `"70000" is no port (1-65535)`},
 		{"10.0.0.1 10.96.0.1:http", `"http" is no port (1-65535)`},
 		{"10.0.0.1 kubernetes:443", "names are not looked up"},
-		{"10.0.0.1 10.96.0.1:80/icmp", `"icmp" is no protocol of a Service`},
+		{"10.0.0.1 10.96.0.1:80/gre", `"gre" is no protocol`},
+		{"10.0.0.1 10.96.0.1:80/icmp", "a ping has no port, write 10.96.0.1/icmp"},
+		{"10.0.0.1 what/icmp", "is not ADDRESS/icmp"},
+		{"pod svc/default/web", `"svc/default/web" is a Service, and this command looks up no names`},
+		{"pod web/tcp", "is not ADDRESS:PORT"},
 		{"10.0.0.1 what", "is not ADDRESS:PORT"},
 		{"10.0.0.1:33000 10.96.0.1:80", "the sender's port makes no difference"},
 		{"web-1 10.96.0.1:80", "SRC: \"web-1\" is no address, and none of node, pod and outside"},
@@ -159,6 +163,10 @@ func TestExplainWithoutObjects(t *testing.T) {
 	if err != nil || !strings.Contains(out, `"from": "the kernel"`) || strings.Contains(out, `"objects"`) {
 		t.Errorf("%v: %s", err, out)
 	}
+	_, err = command("explain", "pod", "10.96.1.1:80")
+	if err == nil || !strings.Contains(err.Error(), "(Verdict has programmed nothing on this node): give an address") {
+		t.Errorf("a pod, without tables: %v", err)
+	}
 }
 
 // TestExplainInterfaces: where interfaces tell pods from others, they are asked for, or guessed from the Node's ranges.
@@ -180,7 +188,7 @@ func TestExplainInterfaces(t *testing.T) {
 		{"10.244.1.9 10.96.1.1:80", "in this Node's pod range 10.244.1.0/24, so it should come in by interface cni0", true},
 		{"10.244.1.9 10.96.1.1:80 --interface eth0", "comes in by eth0, not by interface cni0", false},
 		{"10.9.9.9 10.96.1.1:80 --interface cni0", "comes in by cni0", true},
-		{"pod 10.96.1.1:80", "10.244.1.254, which stands for pod, comes in by cni0", true},
+		{"pod 10.96.1.1:80", "10.244.1.254 (example pod address) comes in by cni0", true},
 		{"10.9.9.9 10.96.1.1:80", "its interface is not known", false},
 	} {
 		out, err := command(append(append([]string{"explain", "--json"}, strings.Fields(test.args)...), flags...)...)

@@ -1,20 +1,31 @@
 package main
 
 import (
+	"cmp"
+	"errors"
 	"fmt"
+	"io"
 	"strings"
 
 	"github.com/spf13/cobra"
 	"github.com/spf13/pflag"
 
 	"github.com/verdict-proxy/verdict/internal/config"
+	"github.com/verdict-proxy/verdict/internal/nearest"
+	"github.com/verdict-proxy/verdict/internal/terminal"
 )
 
+// Help is as wide as the terminal, within these bounds: below, nothing can be laid out, and above, no eye finds the
+// next line.
+const leastHelp, mostHelp = 40, 100
+
 // helpWidth is the number of columns that help takes at most.
-const helpWidth = 100
+func helpWidth(w io.Writer) int {
+	return max(leastHelp, min(mostHelp, cmp.Or(terminal.Width(w), terminal.DefaultWidth)))
+}
 
 // flagUsages returns the flags of a command as help shows them: its own first, then those of config.FlagGroups.
-func flagUsages(fs *pflag.FlagSet) string {
+func flagUsages(fs *pflag.FlagSet, width int) string {
 	var out strings.Builder
 	for i, name := range append([]string{"Flags"}, config.FlagGroups...) {
 		heading := "\n" + name + ":\n"
@@ -23,22 +34,17 @@ func flagUsages(fs *pflag.FlagSet) string {
 			if f.Hidden || (len(group) == 0) != (i == 0) || i > 0 && group[0] != name {
 				return
 			}
-			out.WriteString(heading + flagUsage(f))
+			out.WriteString(heading + flagUsage(f, width))
 			heading = ""
 		})
 	}
 	return out.String()
 }
 
-// flagsBelow returns flags that a command has from those above it, under a heading.
-func flagsBelow(fs *pflag.FlagSet, heading string) string {
-	return strings.Replace(strings.TrimPrefix(flagUsages(fs), "\n"), "Flags:", heading+":", 1)
-}
-
 // flagUsage returns a flag in one line, or in two or more if it is long. Unlike pflag, it does not indent all flags as
 // far as the longest name asks for, so that lines stay short.
-func flagUsage(f *pflag.Flag) string {
-	const column = 36
+func flagUsage(f *pflag.Flag, width int) string {
+	column := min(36, width/2-4)
 	kind, usage := pflag.UnquoteUsage(f)
 	head := "      --" + f.Name
 	if f.Shorthand != "" && f.ShorthandDeprecated == "" {
@@ -51,48 +57,162 @@ func flagUsage(f *pflag.Flag) string {
 		!strings.Contains(usage, "(default") {
 		usage += " (default " + value + ")"
 	}
-	var out strings.Builder
-	line := head
+	line := terminal.Columns{column}.Row(head, usage)
 	if len(head) >= column {
-		out.WriteString(head + "\n")
+		line = strings.Repeat(" ", column) + usage
+		head += "\n"
+	} else {
+		head = ""
+	}
+	return head + terminal.Wrap(line, width, column) + "\n"
+}
+
+// setHelp gives a command and those below it help that fits the terminal, with groups of flags.
+func setHelp(root *cobra.Command) {
+	root.SetUsageFunc(func(cmd *cobra.Command) error {
+		_, err := io.WriteString(cmd.OutOrStderr(), usage(cmd, helpWidth(cmd.OutOrStderr())))
+		return err
+	})
+	root.SetHelpFunc(func(cmd *cobra.Command, _ []string) {
+		out := cmd.OutOrStdout()
+		width := helpWidth(out)
+		fmt.Fprint(out, reflow(cmp.Or(cmd.Long, cmd.Short), width)+"\n"+usage(cmd, width))
+	})
+	root.SetFlagErrorFunc(flagError)
+	onlyCommands(root)
+	root.InitDefaultHelpCmd()
+	for _, c := range root.Commands() {
+		if c.Name() == "help" {
+			c.Long = "Help shows the help of a command, as --help does."
+			c.Run, c.RunE = nil, helpOn
+		}
+	}
+}
+
+// helpOn shows the help of the command that the arguments name. That there is none is an error.
+func helpOn(help *cobra.Command, args []string) error {
+	cmd, rest, err := help.Root().Find(args)
+	if err == nil && len(rest) > 0 {
+		err = noSuchCommand(cmd, rest[0])
+	}
+	if err != nil {
+		return err
+	}
+	cmd.InitDefaultHelpFlag()
+	return cmd.Help()
+}
+
+// usage is what help says below the description.
+func usage(cmd *cobra.Command, width int) string {
+	var b strings.Builder
+	b.WriteString("Usage:\n")
+	if cmd.Runnable() {
+		b.WriteString(terminal.Wrap("  "+cmd.UseLine(), width, 4) + "\n")
+	}
+	if cmd.HasAvailableSubCommands() {
+		b.WriteString("  " + cmd.CommandPath() + " [command]\n")
+	}
+	if cmd.HasExample() {
+		b.WriteString("\nExamples:\n" + wrapCommands(cmd.Example, width))
+	}
+	if cmd.HasAvailableSubCommands() {
+		b.WriteString("\nCommands:\n")
+		for _, c := range cmd.Commands() {
+			if c.IsAvailableCommand() || c.Name() == "help" {
+				line := fmt.Sprintf("  %-*s %s", c.NamePadding(), c.Name(), c.Short)
+				b.WriteString(terminal.Wrap(line, width, c.NamePadding()+3) + "\n")
+			}
+		}
+	}
+	b.WriteString(flagUsages(cmd.LocalFlags(), width))
+	if cmd.HasAvailableInheritedFlags() {
+		b.WriteString(strings.Replace(flagUsages(cmd.InheritedFlags(), width), "Flags:", "Flags of all commands:", 1))
+	}
+	if cmd.HasAvailableSubCommands() {
+		b.WriteString("\n" + terminal.Wrap(fmt.Sprintf("Use %q for more about a command.",
+			cmd.CommandPath()+" [command] --help"), width, 0) + "\n")
+	}
+	return b.String()
+}
+
+// wrapCommands breaks long commands as a shell reads them.
+func wrapCommands(text string, width int) string {
+	var b strings.Builder
+	for line := range strings.Lines(strings.ReplaceAll(text, " \\\n", "\n")) {
+		wrapped := terminal.Wrap(strings.TrimRight(line, "\n"), width-2, 4)
+		b.WriteString(strings.ReplaceAll(wrapped, "\n", " \\\n") + "\n")
+	}
+	return b.String()
+}
+
+// reflow fits a description to a width: paragraphs, and rows of tables, which are indented, and whose second cells
+// continue below themselves.
+func reflow(text string, width int) string {
+	var b strings.Builder
+	line, hang := "", 0
+	flush := func() {
+		if line != "" {
+			b.WriteString(terminal.Wrap(line, width, hang) + "\n")
+		}
 		line = ""
 	}
-	line += strings.Repeat(" ", column-len(line))
-	empty := true
-	for word := range strings.FieldsSeq(usage) {
-		if !empty && len(line)+1+len(word) > helpWidth {
-			out.WriteString(line + "\n")
-			line, empty = strings.Repeat(" ", column), true
+	for next := range strings.Lines(text) {
+		next = strings.TrimRight(next, "\n")
+		words := strings.TrimLeft(next, " ")
+		indent := len(next) - len(words)
+		if line != "" && words != "" && indent == hang {
+			line += " " + words
+			continue
 		}
-		if !empty {
-			line += " "
+		flush()
+		if words == "" {
+			b.WriteString("\n")
+			continue
 		}
-		line += word
-		empty = false
+		line, hang = next, indent
+		if gap := strings.Index(words, "  "); indent > 0 && gap > 0 {
+			hang = len(next) - len(strings.TrimLeft(words[gap:], " "))
+		}
 	}
-	return out.String() + strings.TrimRight(line, " ") + "\n"
+	flush()
+	return b.String()
 }
 
-// setUsage gives a command and those below it a usage with groups of flags, no wider than helpWidth.
-func setUsage(root *cobra.Command) {
-	cobra.AddTemplateFunc("flagGroups", flagUsages)
-	cobra.AddTemplateFunc("flagsBelow", flagsBelow)
-	root.SetUsageTemplate(usageTemplate)
+// noArgs refuses arguments; hint says what the user may have meant.
+func noArgs(hint string) cobra.PositionalArgs {
+	return func(cmd *cobra.Command, args []string) error {
+		if len(args) == 0 {
+			return nil
+		}
+		return fmt.Errorf("%s takes no arguments, but got %q%s", cmd.CommandPath(), args[0], hint)
+	}
 }
 
-const usageTemplate = `Usage:{{if .Runnable}}
-  {{.UseLine}}{{end}}{{if .HasAvailableSubCommands}}
-  {{.CommandPath}} [command]{{end}}{{if .HasExample}}
-
-Examples:
-{{.Example}}{{end}}{{if .HasAvailableSubCommands}}
-
-Commands:{{range .Commands}}{{if or .IsAvailableCommand (eq .Name "help")}}
-  {{rpad .Name .NamePadding}} {{.Short}}{{end}}{{end}}{{end}}
-{{flagGroups .LocalFlags}}{{if .HasAvailableInheritedFlags}}
-{{"Flags of all commands" | flagsBelow .InheritedFlags}}{{end}}{{if .HasAvailableSubCommands}}
-Use "{{.CommandPath}} [command] --help" for more about a command.{{end}}
-`
+// flagError says which flag was meant, if one is unknown.
+func flagError(cmd *cobra.Command, err error) error {
+	if cmd.HasSubCommands() && cmd.Flags().NArg() > 0 { // whose flags it may be, nobody knows
+		return noSuchCommand(cmd, cmd.Flags().Arg(0))
+	}
+	var unknown *pflag.NotExistError
+	if !errors.As(err, &unknown) || unknown.GetSpecifiedShortnames() != "" {
+		return err
+	}
+	var names []string
+	begins := ""
+	cmd.Flags().VisitAll(func(f *pflag.Flag) {
+		if f.Hidden {
+			return
+		}
+		names = append(names, f.Name)
+		if strings.HasPrefix(f.Name, unknown.GetSpecifiedName()) {
+			begins = f.Name
+		}
+	})
+	if like := cmp.Or(nearest.Of(unknown.GetSpecifiedName(), names), begins); like != "" {
+		return fmt.Errorf("%w (did you mean --%s?)", err, like)
+	}
+	return fmt.Errorf("%w; %s --help lists those of this command", err, cmd.CommandPath())
+}
 
 // addJSON adds --json, and -o json, which means the same.
 func addJSON(fs *pflag.FlagSet, on *bool, usage string) {
@@ -124,17 +244,25 @@ func (o outputFormat) Set(text string) error {
 	return fmt.Errorf("%q is neither text nor json", text)
 }
 
-// needCommand is for commands that only hold others: one that does not exist is an error.
-func needCommand(cmd *cobra.Command, args []string) error {
-	if len(args) == 0 {
-		return cmd.Help()
+// onlyCommands makes a command one that only holds others: one that does not exist is an error.
+func onlyCommands(cmd *cobra.Command) {
+	cmd.RunE = func(cmd *cobra.Command, _ []string) error { return cmd.Help() }
+	cmd.Args = func(cmd *cobra.Command, args []string) error {
+		if len(args) > 0 {
+			return noSuchCommand(cmd, args[0])
+		}
+		return nil
 	}
-	message := fmt.Sprintf("%q has no command %q", cmd.CommandPath(), args[0])
+}
+
+// noSuchCommand is the error of a command that has none of a name below it.
+func noSuchCommand(cmd *cobra.Command, name string) error {
+	message := fmt.Sprintf("%q has no command %q", cmd.CommandPath(), name)
 	cmd.SuggestionsMinimumDistance = 2
-	if near := cmd.SuggestionsFor(args[0]); len(near) > 0 {
+	if near := cmd.SuggestionsFor(name); len(near) > 0 {
 		message += ": did you mean " + strings.Join(near, " or ") + "?"
 	}
-	return fmt.Errorf("%s", message)
+	return errors.New(message)
 }
 
 // completeWords completes the flags of a command that take one of a few words, such as auto|never.

@@ -2,16 +2,20 @@ package main
 
 import (
 	"encoding/json"
+	"slices"
 	"strings"
 	"testing"
 
 	"github.com/spf13/cobra"
 
 	"github.com/verdict-proxy/verdict/internal/lab/labtest"
+	"github.com/verdict-proxy/verdict/internal/terminal"
 )
 
-// TestHelp: no help, of verdict and of the plugin, is wider than helpWidth, and each has the common form.
+// TestHelp: no help, of verdict and of the plugin, is wider than the terminal, and each has the common form.
 func TestHelp(t *testing.T) {
+	t.Setenv("COLUMNS", "")
+	width := terminal.DefaultWidth
 	var walk func(root func() *cobra.Command, cmd *cobra.Command, args []string)
 	walk = func(root func() *cobra.Command, cmd *cobra.Command, args []string) {
 		out, err := commandOf(root(), append(args, "--help")...)
@@ -20,7 +24,7 @@ func TestHelp(t *testing.T) {
 			t.Errorf("%s: help has another form:\n%s", cmd.CommandPath(), out)
 		}
 		for line := range strings.Lines(out) {
-			if n := len([]rune(strings.TrimSuffix(line, "\n"))); n > helpWidth {
+			if n := len([]rune(strings.TrimSuffix(line, "\n"))); n > width {
 				t.Errorf("%s: %d columns: %s", cmd.CommandPath(), n, line)
 			}
 		}
@@ -32,6 +36,11 @@ func TestHelp(t *testing.T) {
 	}
 	walk(newRoot, newRoot(), nil)
 	walk(newKubectl, newKubectl(), nil)
+	t.Setenv("COLUMNS", "76")
+	width = 76
+	walk(newRoot, newRoot(), nil)
+	walk(newKubectl, newKubectl(), nil)
+	t.Setenv("COLUMNS", "")
 	out, err := commandOf(newKubectl(), "status", "--help")
 	labtest.Check(t, err)
 	for _, want := range []string{"\nFlags of all commands:\n", "--verdict-namespace string", "-o, --output text|json"} {
@@ -57,10 +66,43 @@ func TestNoSuchCommand(t *testing.T) {
 		{"bench foo", `has no command "foo"`},
 		{"bench chrun", "did you mean churn"},
 		{"bnch", "bench"},
+		{"help runn", `"verdict" has no command "runn": did you mean run?`},
+		{"help bench chrun", "did you mean churn"},
+		{"render extra", `verdict render takes no arguments, but got "extra"`},
+		{"top shop/cart", "(a Service is --service NAMESPACE/NAME)"},
+		{"status --helthz-bind-address x", "unknown flag: --helthz-bind-address (did you mean --healthz-bind-address?)"},
+		{"log --servce x", "did you mean --service?"},
+		{"explain --unlike x", "explain --help lists those of this command"},
 	} {
 		if _, err := command(strings.Fields(test.args)...); err == nil || !strings.Contains(err.Error(), test.want) {
 			t.Errorf("verdict %s: %v", test.args, err)
 		}
+	}
+}
+
+// TestNarrow: on a terminal of 80 columns, no answer has longer lines, and wrapping changes no word.
+func TestNarrow(t *testing.T) {
+	narrow := func(args ...string) {
+		t.Helper()
+		t.Setenv("COLUMNS", "")
+		wide, _ := command(args...)
+		t.Setenv("COLUMNS", "80")
+		out, _ := command(args...)
+		if got, want := strings.Fields(out), strings.Fields(wide); !slices.Equal(got, want) || len(want) == 0 {
+			t.Errorf("%q has other words when it is wrapped:\n%s", args, out)
+		}
+		for line := range strings.Lines(out) {
+			if n := len([]rune(strings.TrimSuffix(line, "\n"))); n > 80 {
+				t.Errorf("%q has %d columns: %s", args, n, line)
+			}
+		}
+	}
+	for _, q := range questions(t) {
+		narrow(q.args...)
+	}
+	narrow("version")
+	for _, flags := range plans {
+		narrow(slices.Concat([]string{"plan", "--live=false"}, flags, explainFrom["cluster"])...)
 	}
 }
 

@@ -4,7 +4,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"io"
 	"os"
 	"path/filepath"
 	"strings"
@@ -14,6 +13,7 @@ import (
 
 	"github.com/verdict-proxy/verdict/internal/cluster"
 	"github.com/verdict-proxy/verdict/internal/inspect"
+	"github.com/verdict-proxy/verdict/internal/node"
 	"github.com/verdict-proxy/verdict/internal/terminal"
 )
 
@@ -51,12 +51,13 @@ verdict in them, with your own rights. That takes the rights to list nodes and p
 pods/exec in the namespace of the DaemonSet; explain and wait also read pods, Services and
 EndpointSlices (docs/CLUSTER.md).
 
-Exit status of status, verify, diff and wait: 0 all nodes are in order, 1 one is not, 2 something
+Exit status of status, verify, diff, compare and wait: 0 all nodes are in order, 1 one is not, 2 something
 went wrong or a node could not be asked; of plan: 0 nothing changes for packets, 1 something does, 2
 likewise. The answers of the others are printed all the same.`,
 		SilenceUsage:      true,
 		SilenceErrors:     true,
-		CompletionOptions: cobra.CompletionOptions{HiddenDefaultCmd: true},
+		Version:           node.BuildInfo().Version,
+		CompletionOptions: cobra.CompletionOptions{DisableDefaultCmd: true},
 		Annotations:       map[string]string{cobra.CommandDisplayNameAnnotation: "kubectl verdict"},
 	}
 	f := root.PersistentFlags()
@@ -68,9 +69,9 @@ likewise. The answers of the others are printed all the same.`,
 	f.DurationVar(&o.timeout, "node-timeout", cluster.DefaultTimeout, "how long one node may take")
 	f.IntVar(&o.parallel, "parallel", cluster.DefaultParallel, "how many nodes are asked at a time")
 	root.AddCommand(newClusterStatus(o), newClusterExplain(o), newClusterCompare(o, "verify"),
-		newClusterCompare(o, "diff"), newClusterPlan(o), newClusterTop(o), newClusterWait(o), newClusterDashboard(o),
-		newVersion())
-	setUsage(root)
+		newClusterCompare(o, "diff"), newClusterCompare(o, "compare"), newClusterLog(o), newClusterPlan(o),
+		newClusterTop(o), newClusterWait(o), newClusterDashboard(o), newVersion(), newClusterCompletion())
+	setHelp(root)
 	completeWords(root)
 	return root
 }
@@ -86,7 +87,7 @@ func (o *clusterOptions) open(cmd *cobra.Command) (*cluster.Cluster, string, err
 	}
 	c := &cluster.Cluster{API: api, Exec: exec, Namespace: o.proxyNamespace, Selector: o.selector, Timeout: o.timeout,
 		Parallel: o.parallel}
-	if w, ok := cmd.ErrOrStderr().(*os.File); ok && terminal.Is(w) {
+	if w, ok := cmd.ErrOrStderr().(*os.File); ok && terminal.Obeys(w) {
 		c.Progress = func(done, of int) {
 			fmt.Fprintf(w, "\r%d of %d nodes", done, of)
 			if done == of {
@@ -102,7 +103,7 @@ func diffStatus(cmd *cobra.Command, run func(cmd *cobra.Command, args []string) 
 	cmd.RunE = func(cmd *cobra.Command, args []string) error {
 		code, err := run(cmd, args)
 		if err != nil {
-			fmt.Fprintln(cmd.ErrOrStderr(), "verdict:", err)
+			fmt.Fprintln(terminal.NewPrinter(cmd.ErrOrStderr()), "verdict:", err)
 			code = exitTrouble
 		}
 		if code != exitSame {
@@ -117,8 +118,8 @@ func newClusterStatus(o *clusterOptions) *cobra.Command {
 	var asJSON bool
 	cmd := &cobra.Command{
 		Use:   "status",
-		Short: "Say how far every node has come, and where nodes differ",
-		Args:  cobra.NoArgs,
+		Short: "Show the sync status of every node, and where nodes differ",
+		Args:  noArgs(""),
 	}
 	addJSON(cmd.Flags(), &asJSON, "print JSON (docs/CLUSTER.md)")
 	return diffStatus(cmd, func(cmd *cobra.Command, _ []string) (int, error) {
@@ -142,8 +143,7 @@ func newClusterStatus(o *clusterOptions) *cobra.Command {
 }
 
 func newClusterExplain(o *clusterOptions) *cobra.Command {
-	var to bool
-	var live bool
+	var to, live, asJSON bool
 	cmd := &cobra.Command{
 		Use:   "explain POD SERVICE[:PORT]",
 		Short: "Say what happens to packets from a pod to a Service, on the pod's node",
@@ -172,8 +172,12 @@ says which Services lead to a pod.`,
 				if err != nil {
 					return err
 				}
+				if asJSON {
+					return inspect.WriteJSON(cmd.OutOrStdout(), led)
+				}
 				p := terminal.NewPrinter(cmd.OutOrStdout())
-				cluster.PrintLed(p, pod, led)
+				none := fmt.Sprintf("no Service of namespace %s leads to pod %s", pod.Namespace, pod.Name)
+				cluster.PrintLed(p, none, led)
 				return p.Err()
 			}
 			service, port, err := cluster.ParseRef(args[1], namespace, "svc", "service", "services")
@@ -184,11 +188,13 @@ says which Services lead to a pod.`,
 			if err != nil {
 				return err
 			}
-			return explainOn(cmd, c, asked, live)
+			return explainOn(cmd, c, asked, live, asJSON)
 		},
 	}
+	o.completeArgs(cmd, podNames, serviceNames)
 	cmd.Flags().BoolVar(&to, "to", false, "say which Services lead to the pod")
 	cmd.Flags().BoolVar(&live, "live", false, "ask the node's kernel alone, and not the objects")
+	addJSON(cmd.Flags(), &asJSON, "print JSON (docs/ANSWERS.md); with --to, a list of Services")
 	return cmd
 }
 
@@ -201,15 +207,27 @@ func portless(text, port string) error {
 }
 
 // explainOn asks one node, and prints what it says.
-func explainOn(cmd *cobra.Command, c *cluster.Cluster, a *cluster.Asked, live bool) error {
-	r, err := c.Explain(cmd.Context(), a, live)
+func explainOn(cmd *cobra.Command, c *cluster.Cluster, a *cluster.Asked, live, asJSON bool) error {
+	var options []string
+	if asJSON {
+		options = append(options, "-o", "json")
+	}
+	r, err := c.Explain(cmd.Context(), a, live, options...)
 	if err != nil {
 		return err
 	}
-	fmt.Fprintf(cmd.OutOrStdout(), "on node %s: verdict explain %s %s\n", r.Node, a.Source, a.Destination)
-	_, _ = cmd.OutOrStdout().Write(r.Stdout)
+	if !asJSON {
+		p := terminal.NewPrinter(cmd.OutOrStdout())
+		p.Line("on node %s: verdict explain %s %s", r.Node, a.Source, a.Destination)
+	}
+	return passOn(cmd, &r)
+}
+
+// passOn prints what a node said.
+func passOn(cmd *cobra.Command, r *cluster.Result) error {
+	_, _ = terminal.NewPrinter(cmd.OutOrStdout()).Write(r.Stdout)
 	if len(r.Stderr) > 0 {
-		fmt.Fprintf(cmd.ErrOrStderr(), "%s\n", r.Stderr)
+		_, _ = fmt.Fprintf(terminal.NewPrinter(cmd.ErrOrStderr()), "%s\n", r.Stderr)
 	}
 	if r.Err != nil {
 		return fmt.Errorf("node %s: %w", r.Node, r.Err)
@@ -220,19 +238,28 @@ func explainOn(cmd *cobra.Command, c *cluster.Cluster, a *cluster.Asked, live bo
 	return nil
 }
 
-// newClusterCompare makes verify and diff.
+// newClusterCompare makes verify, diff and compare.
 func newClusterCompare(o *clusterOptions, name string) *cobra.Command {
-	var all bool
-	cmd := &cobra.Command{Use: name, Args: cobra.NoArgs}
-	cmd.Short = "Check on every node that the kernel holds what was written"
-	if name == "diff" {
-		cmd.Short = "Show on every node the differences between the kernel and the objects"
-	}
+	var all, asJSON bool
+	cmd := &cobra.Command{Use: name, Args: noArgs("")}
+	cmd.Short = map[string]string{
+		"verify":  "Check on every node that the kernel holds what was written",
+		"diff":    "Show on every node the differences between the kernel and the objects",
+		"compare": "Check on every node that Verdict, kube-proxy and the objects do the same with every packet",
+	}[name]
+	addJSON(cmd.Flags(), &asJSON, "print JSON: the answer of each node")
 	cmd.Flags().BoolVar(&all, "all", false, "print all lines, however many there are")
 	return diffStatus(cmd, func(cmd *cobra.Command, _ []string) (int, error) {
 		c, _, err := o.open(cmd)
 		if err != nil {
 			return 0, err
+		}
+		if asJSON {
+			a, err := c.CompareJSON(cmd.Context(), name)
+			if err != nil {
+				return 0, err
+			}
+			return a.Code(), inspect.WriteJSON(cmd.OutOrStdout(), a)
 		}
 		p := terminal.NewPrinter(cmd.OutOrStdout())
 		code, err := c.Compare(cmd.Context(), p, name, all)
@@ -242,14 +269,15 @@ func newClusterCompare(o *clusterOptions, name string) *cobra.Command {
 
 func newClusterTop(o *clusterOptions) *cobra.Command {
 	var interval time.Duration
-	var all bool
+	var all, asJSON bool
 	cmd := &cobra.Command{
 		Use:   "top",
 		Short: "Show the connections per second of Services, from all nodes",
-		Args:  cobra.NoArgs,
+		Args:  noArgs(""),
 	}
 	cmd.Flags().DurationVar(&interval, "interval", 2*time.Second, "time between the two samples, at least 100ms")
 	cmd.Flags().BoolVar(&all, "all", false, "print all service ports")
+	addJSON(cmd.Flags(), &asJSON, "print JSON")
 	return diffStatus(cmd, func(cmd *cobra.Command, _ []string) (int, error) {
 		c, _, err := o.open(cmd)
 		if err != nil {
@@ -260,6 +288,9 @@ func newClusterTop(o *clusterOptions) *cobra.Command {
 		if err != nil {
 			return 0, err
 		}
+		if asJSON {
+			return top.Code(), inspect.WriteJSON(cmd.OutOrStdout(), top)
+		}
 		p := terminal.NewPrinter(cmd.OutOrStdout())
 		top.Print(p, all)
 		return top.Code(), p.Err()
@@ -268,6 +299,7 @@ func newClusterTop(o *clusterOptions) *cobra.Command {
 
 func newClusterWait(o *clusterOptions) *cobra.Command {
 	var timeout, every time.Duration
+	var asJSON bool
 	cmd := &cobra.Command{
 		Use:   "wait SERVICE",
 		Short: "Wait until every node has programmed what the API has of a Service now",
@@ -277,8 +309,10 @@ outside of the cluster.`,
 		Example: "  kubectl verdict wait shop/cart --timeout 30s",
 		Args:    cobra.ExactArgs(1),
 	}
+	o.completeArgs(cmd, serviceNames)
 	cmd.Flags().DurationVar(&timeout, "timeout", time.Minute, "how long to wait")
 	cmd.Flags().DurationVar(&every, "interval", 500*time.Millisecond, "how often the nodes that are left are asked")
+	addJSON(cmd.Flags(), &asJSON, "print JSON")
 	return diffStatus(cmd, func(cmd *cobra.Command, args []string) (int, error) {
 		c, namespace, err := o.open(cmd)
 		if err != nil {
@@ -293,22 +327,36 @@ outside of the cluster.`,
 		defer cancel()
 		begin := time.Now()
 		nodes, left, err := c.Wait(ctx, service, every)
-		return printWaited(cmd.OutOrStdout(), nodes, left, time.Since(begin), err)
+		if asJSON && (err == nil || errors.Is(err, cluster.ErrBehind)) {
+			code := exitSame
+			if err != nil {
+				code = exitDiffers
+			}
+			return code, inspect.WriteJSON(cmd.OutOrStdout(), waited{nodes, time.Since(begin).Seconds(), left})
+		}
+		return printWaited(terminal.NewPrinter(cmd.OutOrStdout()), nodes, left, time.Since(begin), err)
 	})
 }
 
+// waited is what wait prints with -o json.
+type waited struct {
+	Nodes   int               `json:"nodes"`
+	Seconds float64           `json:"seconds"`
+	Left    []cluster.Waiting `json:"left,omitempty"`
+}
+
 // printWaited prints what came of a wait, and returns the exit status.
-func printWaited(w io.Writer, nodes int, left []cluster.Waiting, took time.Duration, err error) (int, error) {
+func printWaited(p *terminal.Printer, nodes int, left []cluster.Waiting, took time.Duration, err error) (int, error) {
 	if !errors.Is(err, cluster.ErrBehind) {
 		if err == nil {
-			fmt.Fprintf(w, "%s have programmed it, after %v\n", terminal.Plural(nodes, "node"),
+			p.Line("%s have programmed it, after %v", terminal.Plural(nodes, "node"),
 				took.Round(10*time.Millisecond))
 		}
 		return exitSame, err
 	}
-	fmt.Fprintf(w, "%d of %s have not programmed it:\n", len(left), terminal.Plural(nodes, "node"))
+	p.Line("%d of %s have not programmed it:", len(left), terminal.Plural(nodes, "node"))
 	for _, l := range left {
-		fmt.Fprintf(w, "  %s: %s\n", l.Node, l.Why)
+		p.Line("  %s: %s", l.Node, l.Why)
 	}
 	return exitDiffers, nil
 }

@@ -7,6 +7,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"os"
 	"strings"
 	"time"
 
@@ -15,6 +16,7 @@ import (
 
 	"github.com/verdict-proxy/verdict/internal/backends"
 	"github.com/verdict-proxy/verdict/internal/config"
+	"github.com/verdict-proxy/verdict/internal/inspect"
 	"github.com/verdict-proxy/verdict/internal/ledger"
 	"github.com/verdict-proxy/verdict/internal/terminal"
 )
@@ -26,19 +28,33 @@ const defaultLedger = "/var/lib/verdict/ledger"
 type ledgerPlace struct{ dir, config string }
 
 func (l *ledgerPlace) addFlags(f *pflag.FlagSet) {
-	f.StringVar(&l.dir, "ledger", "", "the directory of the ledger (default: that of --config, else "+defaultLedger+")")
+	f.StringVar(&l.dir, "ledger", "", "the directory of the ledger (default: that of --config, else of the proxy on this "+
+		"node, else "+defaultLedger+")")
 }
 
 // path returns the directory of the ledger.
-func (l *ledgerPlace) path() (string, error) {
-	if l.dir != "" || l.config == "" {
-		return cmp.Or(l.dir, defaultLedger), nil
+func (l *ledgerPlace) path(ctx context.Context) (string, error) {
+	if l.dir != "" {
+		return l.dir, nil
 	}
 	settings, _, err := config.Load(l.config, nil, nil)
-	if err != nil {
-		return "", err
+	if err != nil || settings.Ledger != "" {
+		return cmp.Or(settings, &config.Settings{}).Ledger, err
 	}
-	return cmp.Or(settings.Ledger, defaultLedger), nil
+	why := "no proxy answers on this node"
+	if settings.Healthz.IsValid() {
+		if s, err := inspect.LoadStatus(ctx, settings.Healthz, nil, false); err == nil {
+			if s.Ledger != nil && s.Ledger.Dir != "" {
+				return s.Ledger.Dir, nil
+			}
+			why = "the proxy on this node keeps none"
+		}
+	}
+	if _, err := os.Stat(defaultLedger); err != nil {
+		return "", fmt.Errorf("there is no ledger in %s, and %s: verdict run --ledger keeps one (docs/LEDGER.md), and "+
+			"--ledger says here where it is", defaultLedger, why)
+	}
+	return defaultLedger, nil
 }
 
 // logOptions are what the command line of log says.
@@ -56,8 +72,8 @@ func newLedgerLog() *cobra.Command {
 		Short: "List what was written on this node, when and why",
 		Long: `Log reads the ledger that verdict run --ledger keeps (docs/LEDGER.md): each transaction with the
 objects that caused it, the elements that it added (+), replaced (~) and removed (-), how long it
-took, and how long the oldest change waited for it. It reads files alone, on any machine, with or
-without a running proxy.
+took, and how long the oldest change waited for it. It asks the proxy on this node where they are,
+and reads files alone, on any machine, with or without a running proxy.
 
 With --check it verifies that no record was changed or taken out, prints where that is not so, and
 exits with status 1. With --replay it writes what the kernel held at the end, or at --at, into the
@@ -66,10 +82,11 @@ tables of the network namespace that it runs in, which must have none; it needs 
   verdict log --service shop/cart --elements -f
   verdict log --check --ledger /tmp/copy-of-ledger
   ip netns exec empty verdict log --replay --at 14:03:07`,
-		Args: cobra.NoArgs,
+		Args: noArgs(""),
 		RunE: func(cmd *cobra.Command, _ []string) error { return o.run(cmd.Context(), cmd.OutOrStdout()) },
 	}
 	f := cmd.Flags()
+	defer completeServices(cmd, "service")
 	addJSON(f, &o.json, "print a line of JSON for each record (docs/LEDGER.md)")
 	o.place.addFlags(f)
 	f.StringVar(&o.place.config, "config", "", "the proxy's configuration file, which says where the ledger is")
@@ -85,64 +102,102 @@ tables of the network namespace that it runs in, which must have none; it needs 
 }
 
 func (o *logOptions) run(ctx context.Context, w io.Writer) error {
-	dir, err := o.place.path()
+	if o.at != "" && !o.replay {
+		return errors.New("--at says what to replay: it needs --replay")
+	}
+	dir, err := o.place.path(ctx)
 	if err != nil {
 		return err
 	}
 	switch {
-	case o.at != "" && !o.replay:
-		return errors.New("--at says what to replay: it needs --replay")
 	case o.check:
-		return checkLedger(dir, w)
+		return o.checkLedger(dir, w)
 	case o.replay:
 		return o.replayLedger(dir, w)
 	}
 	return o.list(ctx, dir, w)
 }
 
+// ledgerCheck is what log --check finds.
+type ledgerCheck struct {
+	// First and Last are the numbers of the records that are there, 0 if there is none, of these times.
+	First  uint64     `json:"first"`
+	Last   uint64     `json:"last"`
+	Since  *time.Time `json:"since,omitempty"`
+	Until  *time.Time `json:"until,omitempty"`
+	Digest string     `json:"digest,omitempty"`
+	// Breaks say where the chain is broken, Missing how many records were lost, and Torn how many bytes of an incomplete
+	// record are at the end.
+	Breaks  []string `json:"breaks,omitempty"`
+	Missing uint64   `json:"missing,omitempty"`
+	Torn    int64    `json:"torn,omitempty"`
+}
+
 // checkLedger verifies the chain.
-func checkLedger(dir string, w io.Writer) error {
-	r, err := ledger.Open(dir, time.Time{})
+func (o *logOptions) checkLedger(dir string, w io.Writer) error {
+	found, err := readCheck(dir)
 	if err != nil {
 		return err
 	}
+	if o.json {
+		err = inspect.WriteJSON(w, found)
+	} else {
+		p := terminal.NewPrinter(w)
+		found.print(p)
+		err = p.Err()
+	}
+	if len(found.Breaks) > 0 {
+		return errors.Join(err, exitStatus(exitDiffers))
+	}
+	return err
+}
+
+// readCheck reads all records.
+func readCheck(dir string) (*ledgerCheck, error) {
+	r, err := ledger.Open(dir, time.Time{})
+	if err != nil {
+		return nil, err
+	}
 	defer r.Close()
-	var first, last *ledger.Record
-	missing := uint64(0)
+	found := &ledgerCheck{}
 	for {
 		record, err := r.Next()
 		if errors.Is(err, io.EOF) {
 			break
 		}
 		if err != nil {
-			return err
+			return nil, err
 		}
-		if first == nil {
-			first = record
+		if found.Since == nil {
+			found.First, found.Since = record.Number, &record.At
 		}
-		last = record
-		missing += record.Missing
+		found.Last, found.Until, found.Digest = record.Number, &record.At, fmt.Sprint(record.Sum)
+		found.Missing += record.Missing
 	}
-	p := terminal.NewPrinter(w)
 	for _, b := range r.Breaks() {
-		p.Line("%s", p.Paint(terminal.Red, b.String()))
+		found.Breaks = append(found.Breaks, b.String())
 	}
-	if last == nil {
+	found.Torn = int64(r.Torn())
+	return found, nil
+}
+
+// print prints it as text.
+func (c *ledgerCheck) print(p *terminal.Printer) {
+	for _, b := range c.Breaks {
+		p.Line("%s", p.Paint(terminal.Red, b))
+	}
+	if c.Until == nil {
 		p.Line("no record")
 	} else {
-		p.Line("records %d to %d, %s to %s; the last has digest %s", first.Number, last.Number,
-			first.At.Local().Format(ledger.TimeLayout), last.At.Local().Format(ledger.TimeLayout), last.Sum)
+		p.Line("records %d to %d, %s to %s; the last has digest %s", c.First, c.Last,
+			c.Since.Local().Format(ledger.TimeLayout), c.Until.Local().Format(ledger.TimeLayout), c.Digest)
 	}
-	if missing > 0 {
-		p.Line("%d records were lost: they could not be written", missing)
+	if c.Missing > 0 {
+		p.Line("lost, since they could not be written: %s", terminal.Plural(int(c.Missing), "record"))
 	}
-	if n := r.Torn(); n > 0 {
-		p.Line("%d bytes of a record at the end are not complete", n)
+	if c.Torn > 0 {
+		p.Line("incomplete record at the end: %s", terminal.Plural(int(c.Torn), "byte"))
 	}
-	if len(r.Breaks()) > 0 {
-		return errors.Join(p.Err(), exitStatus(exitDiffers))
-	}
-	return p.Err()
 }
 
 // replayLedger writes what the kernel held into this network namespace.
@@ -160,6 +215,9 @@ func (o *logOptions) replayLedger(dir string, w io.Writer) error {
 	}
 	if err := past.Write(); err != nil {
 		return err
+	}
+	if o.json {
+		return inspect.WriteJSON(w, map[string]any{"record": past.Last.Number, "at": past.Last.At, "held": past.Held})
 	}
 	p := terminal.NewPrinter(w)
 	p.Line("replayed up to record %d of %s", past.Last.Number, past.Last.At.Local().Format(ledger.TimeLayout))
@@ -244,7 +302,7 @@ func (o *logOptions) print(p *terminal.Printer, w io.Writer, r *ledger.Record) (
 		}
 	}
 	if o.json {
-		return json.NewEncoder(w).Encode(out)
+		return json.NewEncoder(p).Encode(out)
 	}
 	r.Print(p)
 	for _, line := range out.Elements {

@@ -117,8 +117,32 @@ func TestStatusKnowsTheEnd(t *testing.T) {
 	if now := s.ledgerEnd(); now.Digest != end.Digest || lastRecord(t, dir).Sum == end.Digest {
 		t.Errorf("after the last record was cut off, the status says %+v", now)
 	}
+	said := func(args ...string) (text string, err error) {
+		labtest.Check(t, v.cluster.Node.Do(func() error {
+			text, err = command(args...)
+			return nil
+		}))
+		return text, err
+	}
+	if text, err := said("log", "--check"); err != nil || !strings.Contains(text, lastRecord(t, dir).Sum) {
+		t.Errorf("log does not ask the proxy where the ledger is: %v\n%s", err, text)
+	}
+	labtest.Check(t, os.RemoveAll(dir))
+	testkit.Eventually(t, patience, "the status says that the records are missing", func() bool {
+		return s.ledgerEnd().Missing >= end.Record
+	})
+	testkit.Eventually(t, patience, "the log says so, too", func() bool {
+		text, err := said("log")
+		return err == nil && strings.Contains(text, "missing here")
+	})
 	labtest.Check(t, v.keeper.Process.Signal(syscall.SIGTERM))
 	labtest.Check(t, v.keeper.Wait())
+	if _, err := said("status"); err == nil || !strings.Contains(err.Error(), "is verdict run running?") {
+		t.Errorf("status without a proxy: %v", err)
+	}
+	if _, err := said("log"); err == nil || !strings.Contains(err.Error(), "no proxy answers on this node") {
+		t.Errorf("log without a proxy: %v", err)
+	}
 }
 
 // ledgerEnd asks the proxy where its ledger ends.

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"os"
 	"slices"
 	"strings"
 
@@ -38,14 +39,21 @@ func (p *planFiles) addFlags(f *pflag.FlagSet) {
 		"an object to delete, KIND/NAMESPACE/NAME as Service/shop/cart; may be repeated")
 }
 
-// check checks the flags. Others says how many more flags read standard input.
+// check checks the flags, and that the files are there, before anybody else is asked. Others says how many more flags
+// read standard input.
 func (p *planFiles) check(others int) error {
 	if len(p.Apply)+len(p.Delete)+len(p.Gone) == 0 {
 		return errors.New("there is no change: give -f FILE, --delete FILE or --delete-object KIND/NAMESPACE/NAME")
 	}
-	for _, path := range slices.Concat(p.Apply, p.Delete) {
-		if path == "-" {
-			others++
+	for flag, paths := range map[string][]string{"-f": p.Apply, "--delete": p.Delete} {
+		for _, path := range paths {
+			if path == "-" {
+				others++
+				continue
+			}
+			if _, err := os.Stat(path); err != nil {
+				return fmt.Errorf("%s: %w", flag, err)
+			}
 		}
 	}
 	if others > 1 {
@@ -74,7 +82,7 @@ the object that is there. To have the API server complete it:
 If Verdict has programmed this node, plan starts from the kernel's tables and lists the open
 connections, which needs CAP_NET_ADMIN; --live=false leaves that out. docs/PLAN.md explains the
 answer. Flags such as --cluster-cidr must be the same as those of verdict run; those that are not
-given are taken from the kernel's rules.
+given are taken from the settings that the kernel has.
 
 Exit status: 0 if nothing changes for packets, 1 if something does, 2 if something went wrong.`,
 		Example: `  verdict plan -f change.yaml --kubeconfig /etc/kubernetes/kubelet.conf
@@ -128,7 +136,10 @@ func (o *planOptions) plan(ctx context.Context) (p *plan.Plan, err error) {
 	if o.objects.From == "-" {
 		stdin++
 	}
-	if err := errors.Join(o.objects.Check(), o.files.check(stdin), checkFailOn(o.failOn)); err != nil {
+	if err := errors.Join(o.files.check(stdin), checkFailOn(o.failOn)); err != nil {
+		return nil, err
+	}
+	if err := o.objects.Check(); err != nil {
 		return nil, err
 	}
 	q := plan.Question{Objects: &o.objects, Files: o.files.ChangeFiles}
@@ -163,7 +174,7 @@ func newClusterPlan(o *clusterOptions) *cobra.Command {
 nodes read the objects now from the API server.`,
 		Example: `  kubectl apply --dry-run=server -o yaml -f change.yaml | kubectl verdict plan -f -
   kubectl verdict plan --delete-object Service/shop/cart --node node-1`,
-		Args: cobra.NoArgs,
+		Args: noArgs(""),
 	}
 	f := cmd.Flags()
 	files.addFlags(f)

@@ -68,7 +68,7 @@ func TestPlan(t *testing.T) {
 		golden(t, filepath.Join("testdata/plan", name+".txt"), out)
 		for line := range strings.Lines(out) {
 			nft := strings.HasPrefix(line, "+ ip") || strings.HasPrefix(line, "- ip")
-			if n := utf8.RuneCountInString(strings.TrimSuffix(line, "\n")); n > helpWidth && !nft {
+			if n := utf8.RuneCountInString(strings.TrimSuffix(line, "\n")); n > mostHelp && !nft {
 				t.Errorf("%s: %d columns: %s", name, n, line)
 			}
 		}
@@ -122,7 +122,8 @@ func TestPlanLive(t *testing.T) {
 	if out, status := c.run("verify"); status != exitSame {
 		t.Errorf("verify after a plan: %d\n%s", status, out)
 	}
-	change, err := watch.LoadChange(watch.ChangeFiles{Apply: []string{"testdata/plan/endpoints.yaml"}}, c.objects.Snap)
+	files := watch.ChangeFiles{Apply: []string{"testdata/plan/endpoints.yaml"}}
+	change, err := watch.LoadChange(t.Context(), files, c.objects.Snap)
 	labtest.Check(t, err)
 	concerned := c.objects.Snap.Apply(change.Delta)
 	st, _ := dataplane.Compute(c.objects.Config, c.objects.Snap)

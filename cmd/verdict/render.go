@@ -3,10 +3,11 @@ package main
 import (
 	"bufio"
 	"bytes"
+	"context"
 	"errors"
 	"fmt"
 	"io"
-	"os"
+	"slices"
 	"strings"
 
 	"github.com/spf13/cobra"
@@ -15,11 +16,13 @@ import (
 	"github.com/verdict-proxy/verdict/internal/config"
 	"github.com/verdict-proxy/verdict/internal/inspect"
 	"github.com/verdict-proxy/verdict/internal/ipfamily"
+	"github.com/verdict-proxy/verdict/internal/terminal"
 	"github.com/verdict-proxy/verdict/ipvsplugin"
 	"github.com/verdict-proxy/verdict/nft"
 	"github.com/verdict-proxy/verdict/nft/iptshim"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
+	"github.com/verdict-proxy/verdict/sync/watch"
 )
 
 func newRender() *cobra.Command {
@@ -36,11 +39,12 @@ addresses of the node's interfaces.
 With --backend=iptables it prints the input of "iptables-restore --noflush" for IPv4, or with
 --family=ipv6 the input of "ip6tables-restore --noflush".
 
-Invalid objects are reported on standard error; the rest is rendered, and the exit status is 1.`,
+Invalid objects are reported on standard error; the rest is rendered, and the exit status is 1. Warnings do not change
+it.`,
 		Example: `  verdict render --from cluster.yaml --hostname-override node-1 --cluster-cidr 10.244.0.0/16
   kubectl get svc,endpointslices,nodes -A -o yaml |
     verdict render --from - --hostname-override node-1`,
-		Args: cobra.NoArgs,
+		Args: noArgs(""),
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			if from == "" {
 				return errors.New("--from is needed: a manifest file, or a directory of manifests")
@@ -53,7 +57,7 @@ Invalid objects are reported on standard error; the rest is rendered, and the ex
 			if r.chains, err = chainsToRender(&policy, family, cmd.Flags().Changed("family")); err != nil {
 				return err
 			}
-			return r.render()
+			return r.render(cmd.Context())
 		},
 	}
 	f := cmd.Flags()
@@ -98,18 +102,19 @@ func chainsToRender(policy *inspect.Policy, family string, said bool) (*renderCh
 	return c, nil
 }
 
-// render prints the ruleset. Problems with the manifests are shown, and make the exit status 1 in the end.
-func (r *renderRun) render() error {
+// render prints the ruleset. Problems with the manifests are shown, and those that are more than warnings make the exit
+// status 1 in the end.
+func (r *renderRun) render(ctx context.Context) error {
 	w, config := r.out, r.config
 	if r.chains != nil {
 		config.IPVS.Mode = dataplane.IPVSNever
 	}
-	state, problems, err := computeState(config, r.from)
+	state, problems, err := computeState(ctx, config, r.from)
 	if err != nil {
 		return err
 	}
 	for _, p := range problems {
-		fmt.Fprintln(os.Stderr, "verdict:", p)
+		terminal.Warn(p)
 	}
 	if r.chains != nil {
 		model := iptshim.New(r.chains.options)
@@ -121,10 +126,16 @@ func (r *renderRun) render() error {
 	if err != nil {
 		return err
 	}
-	if len(problems) > 0 {
+	if slices.ContainsFunc(problems, isSerious) {
 		return exitStatus(exitError)
 	}
 	return nil
+}
+
+// isSerious reports whether a problem is more than a warning.
+func isSerious(problem error) bool {
+	p, ok := errors.AsType[*watch.Problem](problem)
+	return !ok || !p.Warning
 }
 
 // renderTables prints what is nftables', and what is IPVS'.
@@ -153,13 +164,13 @@ func renderIPVS(w io.Writer, state *dataplane.State) error {
 
 // computeState gives the state that manifests ask for on a host whose addresses are those of its Node object, and all
 // that is wrong with them.
-func computeState(config dataplane.Config, from string) (*dataplane.State, []error, error) {
-	snap, problems, err := inspect.LoadManifests(from, config.NodeName)
+func computeState(ctx context.Context, config dataplane.Config, from string) (*dataplane.State, []error, error) {
+	snap, problems, err := inspect.LoadManifests(ctx, from, config.NodeName)
 	if err != nil {
 		return nil, nil, err
 	}
 	if why := inspect.MissingNode(config.NodeName, snap); why != nil {
-		fmt.Fprintln(os.Stderr, "verdict: note:", why)
+		terminal.Warn("note:", why)
 	}
 	addrs := inspect.AssumedAddrs(snap.Node)
 	snap.Apply(snapshot.Delta{HostAddrs: &addrs})

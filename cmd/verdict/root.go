@@ -13,6 +13,8 @@ import (
 
 	"github.com/verdict-proxy/verdict/internal/logging"
 	"github.com/verdict-proxy/verdict/internal/node"
+	"github.com/verdict-proxy/verdict/internal/terminal"
+	"github.com/verdict-proxy/verdict/ipvsplugin"
 	"github.com/verdict-proxy/verdict/nft/kernel"
 )
 
@@ -37,7 +39,7 @@ func run() int {
 		return int(status)
 	}
 	last := logging.NewLossy(os.Stderr, func(io.Writer, int) {}) // whoever runs may have a log that nobody reads
-	fmt.Fprintln(last, "verdict:", err)
+	fmt.Fprintln(terminal.NewPrinter(last), "verdict:", err)
 	last.Close()
 	return statusOf(err)
 }
@@ -45,7 +47,8 @@ func run() int {
 // statusOf returns the exit status for an error.
 func statusOf(err error) int {
 	var unsupported *kernel.Unsupported
-	if errors.As(err, &unsupported) || errors.Is(err, kernel.ErrRights) {
+	var modules *ipvsplugin.Missing
+	if errors.As(err, &unsupported) || errors.As(err, &modules) || errors.Is(err, kernel.ErrRights) {
 		return exitUnsupported
 	}
 	return exitError
@@ -71,7 +74,7 @@ with them. The tables are called "verdict"; "nft list table ip verdict" shows on
   verdict diff, verdict verify      compare the kernel with the objects, or with what was written
   verdict plan -f change.yaml       say what a change of objects would do on this node
   verdict top                       show the connections per second of Services, live
-  verdict status                    say how far this node's proxy has come
+  verdict status                    show this node's sync status
   verdict log                       list what was written on this node, when and why
   verdict cleanup                   remove everything that Verdict wrote on this node
   verdict takeover                  remove what a kube-proxy left on this node, as run does
@@ -80,6 +83,9 @@ with them. The tables are called "verdict"; "nft list table ip verdict" shows on
   verdict version                   say what was built, and what this kernel can do
 
 "kubectl get svc,endpointslices,nodes -A -o yaml" prints a dump.
+
+Pages such as docs/INSTALL.md are in /usr/share/doc/verdict, if a package has
+installed this program, and at https://github.com/verdict-proxy/verdict.
 
 Exit status: 0 success; 1 error; 2 the kernel lacks a feature, or privileges are missing. For diff,
 verify, compare and plan: 0 equal, 1 different, 2 error.`,
@@ -104,7 +110,7 @@ verify, compare and plan: 0 equal, 1 different, 2 error.`,
 		newBench(),
 		newVersion(),
 	)
-	setUsage(root)
+	setHelp(root)
 	completeWords(root)
 	return root
 }

@@ -14,6 +14,7 @@ import (
 	"github.com/verdict-proxy/verdict/internal/logging"
 	"github.com/verdict-proxy/verdict/internal/node"
 	"github.com/verdict-proxy/verdict/internal/sysctl"
+	"github.com/verdict-proxy/verdict/internal/terminal"
 )
 
 // runOptions are what the command line of run says.
@@ -59,7 +60,7 @@ its modes (--takeover); docs/INSTALL.md describes the migration and the way back
   verdict run --kubeconfig /etc/kubernetes/kubelet.conf --cluster-cidr 10.244.0.0/16
   verdict run --from examples/cluster.yaml --hostname-override node-1 \
     --cluster-cidr 10.244.0.0/16,fd00:10:244::/48`,
-		Args: cobra.NoArgs,
+		Args: noArgs(""),
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			o.out = cmd.OutOrStdout()
 			return o.run(cmd.Context())
@@ -89,7 +90,7 @@ func (o *runOptions) run(ctx context.Context) error {
 		return node.WriteConfig(o.flags.WriteConfigTo, settings, problems)
 	case o.flags.InitOnly:
 		if err := conntrack.Load(); err != nil {
-			fmt.Fprintln(os.Stderr, "verdict:", err) // what of its sysctls is missing is told below
+			terminal.Warn(err) // what of its sysctls is missing is told below
 		}
 		return node.InitOnly(sysctl.Host{}, settings, problems, o.out)
 	}

@@ -1,13 +1,17 @@
 package main
 
 import (
+	"errors"
 	"fmt"
 	"net/netip"
+	"syscall"
 
 	"github.com/spf13/cobra"
 
+	"github.com/verdict-proxy/verdict/internal/backends"
 	"github.com/verdict-proxy/verdict/internal/config"
 	"github.com/verdict-proxy/verdict/internal/inspect"
+	"github.com/verdict-proxy/verdict/internal/preflight"
 	"github.com/verdict-proxy/verdict/internal/terminal"
 )
 
@@ -22,21 +26,23 @@ func newStatus() *cobra.Command {
 	var o statusOptions
 	cmd := &cobra.Command{
 		Use:   "status",
-		Short: "Say how far this node's proxy has come",
+		Short: "Show this node's sync status",
 		Long: `Status asks the proxy on this node: up to which versions of the API's objects everything is
 programmed, what waits and for how long, which Services the kernel rejects, which endpoints are
-ejected, what other programs changed, and a digest that is the same on all nodes that have
-programmed the same (docs/CLUSTER.md). It needs no privileges. "kubectl verdict status" asks all
-nodes.
+ejected, what else on the host stops packets, what other programs changed, and a digest that is the
+same on all nodes that have programmed the same (docs/CLUSTER.md). It needs no privileges. "kubectl
+verdict status" asks all nodes.
 
 It finds the proxy's health server at --healthz-bind-address, else at that of --config, else at
-127.0.0.1:10256.`,
+127.0.0.1:10256. If the proxy does not answer, status prints which settings and ejections are in
+force by what the kernel holds, for which it needs CAP_NET_ADMIN, and ends with status 1.`,
 		Example: `  verdict status
   verdict status -o json --service shop/cart`,
-		Args: cobra.NoArgs,
+		Args: noArgs(""),
 		RunE: func(cmd *cobra.Command, _ []string) error { return o.run(cmd) },
 	}
 	f := cmd.Flags()
+	defer completeServices(cmd, "service")
 	addJSON(f, &o.json, "print JSON (docs/CLUSTER.md)")
 	f.StringVar(&o.healthz, "healthz-bind-address", "", "address of the proxy's health server")
 	f.StringVar(&o.config, "config", "", "the proxy's configuration file, which has that address")
@@ -51,6 +57,13 @@ func (o *statusOptions) run(cmd *cobra.Command) error {
 		return err
 	}
 	s, err := inspect.LoadStatus(cmd.Context(), addr, o.services, o.digests)
+	if errors.Is(err, syscall.ECONNREFUSED) {
+		err = fmt.Errorf("%w: is verdict run running? If its health server is elsewhere, --healthz-bind-address or --config "+
+			"says where", err)
+	}
+	if err != nil && !o.json {
+		return errors.Join(err, printInForce(cmd))
+	}
 	if err != nil {
 		return err
 	}
@@ -59,6 +72,31 @@ func (o *statusOptions) run(cmd *cobra.Command) error {
 	}
 	p := terminal.NewPrinter(cmd.OutOrStdout())
 	inspect.PrintStatus(p, s)
+	return p.Err()
+}
+
+// printInForce prints what the kernel says is in force, where the proxy does not answer.
+func printInForce(cmd *cobra.Command) error {
+	i, err := backends.Inspect(cmd.Context(), backends.InspectOptions{})
+	if err != nil {
+		return err
+	}
+	defer i.Close()
+	if present, err := i.Present(cmd.Context()); err != nil || !present {
+		return err
+	}
+	settings, err := i.Settings(cmd.Context())
+	if err != nil {
+		return err
+	}
+	p := terminal.NewPrinter(cmd.OutOrStdout())
+	inspect.PrintInForce(p, settings)
+	host, err := preflight.Open()
+	if err != nil {
+		return err
+	}
+	defer host.Close()
+	inspect.PrintPreflight(p, host.Look(preflight.FactsOfRules(settings)))
 	return p.Err()
 }
 

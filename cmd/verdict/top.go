@@ -1,10 +1,8 @@
 package main
 
 import (
-	"context"
 	"fmt"
 	"math"
-	"net/netip"
 	"os"
 	"slices"
 	"strings"
@@ -23,8 +21,6 @@ type topOptions struct {
 	order, service  string
 	once, json, all bool
 	limit           int
-	// healthz is where the proxy says which endpoints it has ejected.
-	healthz string
 }
 
 func newTop() *cobra.Command {
@@ -37,24 +33,22 @@ their endpoints, from the counters in the kernel's maps. The kernel has the name
 no objects. A Service counts again from 0 when its first endpoint comes or its last one goes,
 because that replaces its element in the map.
 
-It asks the proxy on this node which endpoints it has ejected, and shows them with their Service.
+The heading has the Node's name if the proxy answers at 127.0.0.1:10256, else that of the host.
+
+It shows the endpoints that this node has ejected with their Service: the kernel has them, too.
 
 Keys: up and down (or k and j) select, enter shows and hides the endpoints, s sorts by rate, total
 or name, / filters by a part of the name, ? shows all keys, q quits.
 
-Without a terminal, with --once or with --json it prints one sample, taken over --interval.
+Without a terminal, on one that knows no escape sequences (TERM=dumb), with --once or with --json it
+prints one sample, taken over --interval.
 
 It only reads, beside a running proxy, and needs CAP_NET_ADMIN. It reads up to 4,096 frontends each
 time; if there are more, 2,000 per second: first those on the screen, then the others in turn.`,
 		Example: `  verdict top
   verdict top --once --service kube-system/kube-dns
   verdict top --json --interval 10s`,
-		Args: func(_ *cobra.Command, args []string) error {
-			if len(args) > 0 {
-				return fmt.Errorf("top takes no arguments, but got %q (a Service is --service NAMESPACE/NAME)", args[0])
-			}
-			return nil
-		},
+		Args: noArgs(" (a Service is --service NAMESPACE/NAME)"),
 		RunE: func(cmd *cobra.Command, _ []string) error { return o.run(cmd) },
 	}
 	f := cmd.Flags()
@@ -66,11 +60,10 @@ time; if there are more, 2,000 per second: first those on the screen, then the o
 		"",
 		"show only this Service, NAMESPACE/NAME or NAMESPACE/NAME:PORT, with its endpoints",
 	)
-	f.StringVar(&o.healthz, "healthz-bind-address", "127.0.0.1:10256",
-		"address of the proxy's health server, which knows the ejected endpoints; empty: do not ask")
 	f.BoolVar(&o.once, "once", false, "print one sample")
 	f.BoolVar(&o.all, "all", false, "with --once, print all service ports, not only the first 20")
 	f.IntVar(&o.limit, "limit", 0, "with --once or --json, print only so many service ports, the first by --sort")
+	defer completeServices(cmd, "service")
 	addJSON(f, &o.json, "print one sample as JSON (docs/ANSWERS.md)")
 	return cmd
 }
@@ -86,9 +79,6 @@ func (o *topOptions) check() error {
 	case o.service != "" && strings.Count(o.service, "/") != 1:
 		return fmt.Errorf("--service: %q is not NAMESPACE/NAME, or NAMESPACE/NAME:PORT", o.service)
 	}
-	if _, err := netip.ParseAddrPort(o.healthz); err != nil && o.healthz != "" {
-		return fmt.Errorf("--healthz-bind-address: %q is not an address and port such as 127.0.0.1:10256", o.healthz)
-	}
 	return nil
 }
 
@@ -102,13 +92,12 @@ func (o *topOptions) run(cmd *cobra.Command) error {
 	}
 	defer i.Close()
 	t := inspect.Top{Sampler: inspect.NewSampler(i), Service: o.service, Order: o.order, Interval: o.interval}
-	if addr, err := netip.ParseAddrPort(o.healthz); err == nil {
-		t.Outliers = func(ctx context.Context) ([]inspect.Outlier, error) { return inspect.LoadOutliers(ctx, addr) }
-	}
 	out, isFile := cmd.OutOrStdout().(*os.File)
-	if o.once || o.json || !isFile || !terminal.Is(out) || !terminal.Is(os.Stdin) {
+	if o.once || o.json || !isFile || !terminal.Obeys(out) || !terminal.Is(os.Stdin) {
 		return o.printOnce(cmd, &t)
 	}
+	addr, _ := (&statusOptions{}).address()
+	t.Node = inspect.NodeName(cmd.Context(), addr)
 	return t.Live(cmd.Context(), os.Stdin, out)
 }
 

@@ -4,6 +4,7 @@ import (
 	"encoding/json"
 	"fmt"
 	"math"
+	"net/http"
 	"net/netip"
 	"os"
 	"strings"
@@ -15,6 +16,7 @@ import (
 	"github.com/verdict-proxy/verdict/internal/inspect"
 	"github.com/verdict-proxy/verdict/internal/lab"
 	"github.com/verdict-proxy/verdict/internal/lab/labtest"
+	"github.com/verdict-proxy/verdict/internal/status"
 	"github.com/verdict-proxy/verdict/internal/terminal"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
@@ -52,9 +54,44 @@ func screenOf(t *testing.T, ours *os.File, until string) string {
 	return seen.String()
 }
 
+// serveStatus answers on a host as a proxy's health server does.
+func serveStatus(t *testing.T, host *lab.Host, s status.Status) {
+	t.Helper()
+	listener, err := host.Listen("tcp4", "127.0.0.1:10256")
+	labtest.Check(t, err)
+	server := &http.Server{Handler: http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
+		json.NewEncoder(w).Encode(s)
+	})}
+	go server.Serve(listener)
+	t.Cleanup(func() { server.Close() })
+}
+
+// TestTopDumb: a terminal that knows no escape sequences gets one sample, without any.
+func TestTopDumb(t *testing.T) {
+	c := newCompared(t)
+	ours, theirs := pty(t, 70, 10)
+	cmd := c.host.Command("/proc/self/exe", "top", "--interval", "200ms", "--sort", "name")
+	cmd.Env = append(os.Environ(), beVerdict+"=1", "TERM=dumb")
+	cmd.Stdin, cmd.Stdout, cmd.Stderr = theirs, theirs, theirs
+	labtest.Check(t, cmd.Start())
+	ended := make(chan error, 1)
+	go func() { ended <- cmd.Wait() }()
+	select {
+	case err := <-ended:
+		labtest.Check(t, err)
+	case <-time.After(patience):
+		cmd.Process.Kill()
+		t.Fatal("top waits for keys on a dumb terminal")
+	}
+	if seen := screenOf(t, ours, "default/kubernetes:https"); strings.Contains(seen, "\x1b") {
+		t.Errorf("escape sequences on a dumb terminal: %q", seen)
+	}
+}
+
 // TestTopTerminal runs top in a pseudo terminal, which is left as it was.
 func TestTopTerminal(t *testing.T) {
 	c := newCompared(t)
+	serveStatus(t, c.host, status.Status{Schema: status.Schema, Node: "worker-7"})
 	ours, theirs := pty(t, 70, 10)
 	before, err := unix.IoctlGetTermios(int(theirs.Fd()), unix.TCGETS)
 	labtest.Check(t, err)
@@ -65,6 +102,9 @@ func TestTopTerminal(t *testing.T) {
 	first := screenOf(t, ours, "default/kubernetes:https")
 	if !strings.HasPrefix(first, "\x1b[?1049h") || strings.Contains(terminal.Plain(first), "shop/frontend") {
 		t.Errorf("a screen of its own, of 10 lines: %q", first)
+	}
+	if !strings.Contains(first, "verdict top  worker-7  by name") {
+		t.Errorf("the heading names another node: %q", first)
 	}
 	type_ := func(keys string) {
 		_, err := ours.WriteString(keys)

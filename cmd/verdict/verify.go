@@ -25,6 +25,9 @@ With --from PATH, --kubeconfig FILE or --in-cluster it also compares with what t
 for, and counts the differences by Service; verdict diff shows the lines. It only reads, beside a
 running proxy, and needs CAP_NET_ADMIN.
 
+Verify ends with what else on this host stops packets of Services, and what to do about it
+(docs/TROUBLESHOOTING.md), which makes no difference to the exit status.
+
 With --packets it compares what happens to packets, and not what is written: it walks every class of
 packets through what the kernel lists of Verdict, and through the objects (docs/COMPARE.md).
 

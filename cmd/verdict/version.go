@@ -54,7 +54,7 @@ func newVersion() *cobra.Command {
 		Short: "Say what was built, and what this kernel can do",
 		Long: `Version prints the version, the commit and its date, and which backends this process could use with
 this kernel. It changes nothing, and needs CAP_NET_ADMIN to ask.`,
-		Args: cobra.NoArgs,
+		Args: noArgs(""),
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			v := versionInfo{node.BuildInfo(), probeKernel(cmd.Context())}
 			if asJSON {

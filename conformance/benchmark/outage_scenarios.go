@@ -33,6 +33,7 @@ var scenarios = []scenario{
 	harm("one-accepts-late", func(_ *scene, all []*endpoint) error { return all[0].slow(lateness, true) }),
 	harm("all-dead", func(s *scene, all []*endpoint) error { return each(all, s.blackhole) }),
 	harm("all-refusing", func(_ *scene, all []*endpoint) error { return each(all, (*endpoint).refuse) }),
+	{name: "no-endpoint", alone: true, prepare: prepareFour, run: noEndpoint},
 	rollout("rollout-grace-0s", 0),
 	rollout("rollout-grace-1s", time.Second),
 	rollout("rollout-grace-30s", 30*time.Second),
@@ -84,6 +85,21 @@ func harm(name string, do func(*scene, []*endpoint) error) scenario {
 		}
 		return s.until(seconds(s.settings.Length))
 	}}
+}
+
+// noEndpoint takes all endpoints out of the slice. Clients come twice as often as elsewhere, and the node limits its
+// ICMP errors as a host does by default; those of the lab do not.
+func noEndpoint(s *scene) error {
+	if err := s.Host("node-a").Sysctl("net/ipv4/icmp_ratemask", "6168"); err != nil {
+		return err
+	}
+	s.atEnd(func() error { return s.Host("node-a").Sysctl("net/ipv4/icmp_ratemask", "0") })
+	s.traffic(2*s.settings.Rate, seconds(s.settings.Length))
+	if err := s.until(seconds(s.settings.Before)); err != nil {
+		return err
+	}
+	s.drop(s.old...)
+	return errors.Join(s.publish(), s.until(seconds(s.settings.Length)))
 }
 
 // flap has the listener of one endpoint go and come each second until the end.

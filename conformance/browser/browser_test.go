@@ -60,10 +60,10 @@ func world() *clustertest.Fake {
 }
 
 // page opens the dashboard in a browser of its own and gives what its console said.
-func page(t *testing.T, width, height int64) (ctx context.Context, said *[]string) {
+func page(t *testing.T, nodes *clustertest.Fake, width, height int64) (ctx context.Context, said *[]string) {
 	t.Helper()
 	l := httptest.NewUnstartedServer(nil)
-	s := dashboard.New(world().Cluster(), "shop", 300*time.Millisecond)
+	s := dashboard.New(nodes.Cluster(), "shop", 300*time.Millisecond)
 	l.Config.Handler = s.Handler()
 	l.Start()
 	t.Cleanup(l.Close)
@@ -111,9 +111,22 @@ func until(t *testing.T, ctx context.Context, condition string) {
 	do(t, ctx, chromedp.Poll(condition, nil, chromedp.WithPollingInterval(20*time.Millisecond)))
 }
 
+// press presses a key until it has its effect: chromium loses keys while a dialog opens or closes.
+func press(t *testing.T, ctx context.Context, key, effect string) {
+	t.Helper()
+	for range 100 {
+		var done bool
+		do(t, ctx, chromedp.KeyEvent(key), chromedp.Sleep(50*time.Millisecond), chromedp.Evaluate(effect, &done))
+		if done {
+			return
+		}
+	}
+	t.Fatalf("after %q it is not so that %s", key, effect)
+}
+
 // TestDashboard: the page shows what the nodes say, its keys do what the list of keys says, and its console is silent.
 func TestDashboard(t *testing.T) {
-	ctx, said := page(t, 1280, 1000)
+	ctx, said := page(t, world(), 1280, 1000)
 	for selector, want := range map[string][]string{
 		"#nodes":   {"node-1", "nftables", "4.2 s", "an element of endpoints is gone", "repaired"},
 		"#bad":     {"lab/huge", "too many elements", "10.244.2.10:8080 of shop/web", "unanswered"},
@@ -135,11 +148,13 @@ func TestDashboard(t *testing.T) {
 	until(t, ctx, `!document.querySelector('#services').innerText.includes('fd00::5')`)
 	do(t, ctx, chromedp.KeyEvent("/"), chromedp.KeyEvent("dns"))
 	until(t, ctx, `document.querySelectorAll('#services tbody tr').length === 1`)
-	do(t, ctx, chromedp.KeyEvent("\x1b"), chromedp.KeyEvent("?"), chromedp.WaitVisible("#keys"), chromedp.KeyEvent("\x1b"),
-		chromedp.WaitNotVisible("#keys"), chromedp.KeyEvent("e"), chromedp.KeyEvent("web-0"),
-		chromedp.SetValue("[name=service]", "shop/catalog:http"), chromedp.Click("#explain button"))
+	do(t, ctx, chromedp.KeyEvent("\x1b"), chromedp.KeyEvent("?"), chromedp.WaitVisible("#keys"))
+	press(t, ctx, "\x1b", `!document.querySelector('#keys').open`)
+	press(t, ctx, "e", `document.activeElement.name === 'pod'`)
+	do(t, ctx, chromedp.KeyEvent("web-0"),
+		chromedp.SetValue("[name=service]", "shop/catalog:http"), chromedp.SendKeys("[name=service]", "\r"))
 	until(t, ctx, `document.querySelector('#answer').innerText.includes('sent to one of 3 endpoints')`)
-	do(t, ctx, chromedp.SetValue("[name=pod]", "a/b/c/d"), chromedp.Click("#explain button"),
+	do(t, ctx, chromedp.SetValue("[name=pod]", "a/b/c/d"), chromedp.SendKeys("[name=service]", "\r"),
 		chromedp.WaitVisible("pre.bad"))
 	if len(*said) > 1 { // the answer 502 to the wrong name is one line
 		t.Errorf("the console says %q", *said)
@@ -150,7 +165,7 @@ func TestDashboard(t *testing.T) {
 func TestDashboardLooks(t *testing.T) {
 	for _, width := range []int64{1280, 760, 400} {
 		for _, theme := range []string{"light", "dark"} {
-			ctx, _ := page(t, width, 900)
+			ctx, _ := page(t, world(), width, 900)
 			do(t, ctx, emulation.SetEmulatedMedia().WithFeatures(
 				[]*emulation.MediaFeature{{Name: "prefers-color-scheme", Value: theme}}), chromedp.KeyEvent("j"),
 				chromedp.KeyEvent("\r"))
@@ -172,6 +187,70 @@ func TestDashboardLooks(t *testing.T) {
 					t.Fatal(err)
 				}
 			}
+		}
+	}
+}
+
+// brokenWord finds the first word of a reason that does not stand on one line.
+const brokenWord = `(() => {
+  for (const td of document.querySelectorAll("#nodes td.why, #bad td.why")) {
+    const text = td.firstChild, word = /[a-z,:]+/g;
+    for (let m; (m = word.exec(text.data)); ) {
+      const range = document.createRange();
+      range.setStart(text, m.index);
+      range.setEnd(text, m.index + m[0].length);
+      if (range.getClientRects().length > 1) return m[0] + " of " + text.data;
+    }
+  }
+  return "";
+})()`
+
+// TestLarge: with 150 nodes, the page first shows those that need attention, all of them on request, and counts as many
+// as it marks; no reason has a broken word, and nothing is wider than the window.
+func TestLarge(t *testing.T) {
+	for _, width := range []int64{1280, 760, 400} {
+		ctx, said := page(t, clustertest.Large(), width, 900)
+		const wrong, watch = clustertest.LargeWrong, clustertest.LargeWatch
+		rows := func(of string) (n int) {
+			do(t, ctx, chromedp.Evaluate(`document.querySelectorAll("#nodes tbody tr`+of+`").length`, &n))
+			return n
+		}
+		if all, bad, warn := rows(""), rows(".bad"), rows(".warn"); all != wrong+watch || bad != wrong || warn != watch {
+			t.Errorf("at %d columns: %d rows, %d bad, %d to watch", width, all, bad, warn)
+		}
+		if bad := rows(".bad:nth-child(-n + 6)"); bad != wrong {
+			t.Errorf("at %d columns: only %d of the first rows are bad", width, bad)
+		}
+		for selector, want := range map[string]string{"#f-nodes": "144 of 150", "#f-watch": "nodes in order, 4 to watch",
+			"#f-quarantined": "1", "#f-ejected": "1", "#nodes-more": "140 other nodes in order"} {
+			if got := text(t, ctx, selector); got != want {
+				t.Errorf("at %d columns: %s is %q; want %q", width, selector, got, want)
+			}
+		}
+		for _, i := range []int{40, 77, 149} {
+			if got := text(t, ctx, "#trouble"); !strings.Contains(got, clustertest.LargeNode(i)) {
+				t.Errorf("%s is not in %q", clustertest.LargeNode(i), got)
+			}
+		}
+		got := text(t, ctx, "#changes tbody")
+		if strings.Count(got, "node-exporter") != 2 || !strings.Contains(got, "147 nodes") {
+			t.Errorf("the changes are\n%s", got)
+		}
+		var broken string
+		var wide float64
+		for _, nodes := range []int{wrong + watch, 150} {
+			if nodes == 150 {
+				do(t, ctx, chromedp.KeyEvent("a"))
+			}
+			until(t, ctx, fmt.Sprintf(`document.querySelectorAll("#nodes tbody tr").length === %d`, nodes))
+			do(t, ctx, chromedp.Evaluate(brokenWord, &broken),
+				chromedp.Evaluate(`document.documentElement.scrollWidth`, &wide))
+			if broken != "" || int64(wide) > width {
+				t.Errorf("at %d columns with %d rows: the page is %v wide; broken: %q", width, nodes, wide, broken)
+			}
+		}
+		if len(*said) > 0 {
+			t.Errorf("the console says %q", *said)
 		}
 	}
 }

@@ -247,10 +247,47 @@ type Difference struct {
 	Why   string `yaml:"why"`
 	// Source is where that is said.
 	Source string `yaml:"source"`
+	// Stays says why Verdict does not do as kube-proxy here, although it is told to: Asked or Mended. Empty means that it
+	// does.
+	Stays Stays `yaml:"stays"`
+
+	// expected says that a proxy is to behave so, and same that it is to behave as others and differs all the same.
+	expected, same bool
 }
+
+// Stays is why a difference from kube-proxy is there also when Verdict behaves as kube-proxy.
+type Stays string
+
+// The reasons. With Asked, a Service asks for it by an annotation that kube-proxy does not read; with Mended, it is a
+// fault of kube-proxy, or nothing that packets meet by default.
+const (
+	Asked  Stays = "asked"
+	Mended Stays = "mended"
+)
+
+// As gives what a difference of kube-proxy's means for a proxy that is to behave as it: that very behavior is expected
+// then, unless it Stays. It is nil if the proxy is to do what others do, and no difference from kube-proxy is meant.
+func (d *Difference) As() *Difference {
+	out := *d
+	switch d.Stays {
+	case Asked:
+		return nil
+	case Mended:
+		out.same = true
+	default:
+		out.expected = true
+	}
+	return &out
+}
+
+// Counts reports whether what is seen counts as a difference that has a reason.
+func (d *Difference) Counts() bool { return d != nil && !d.expected }
 
 // Wants gives what is expected of a proxy that differs.
 func (d *Difference) Wants(otherwise Want) Want {
+	if d.same {
+		return otherwise
+	}
 	w := d.Want.want()
 	w.Some = true
 	if w.Outcome == Answered && len(w.Endpoints) == 0 {

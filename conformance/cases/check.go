@@ -62,7 +62,7 @@ func (d *Difference) check() error {
 	if len(d.Proxies) == 0 || d.Right == "" || d.Why == "" || d.Want.Outcome == "" {
 		return fmt.Errorf("differs (%s): proxies, want, right and why are needed", d.Why)
 	}
-	return nil
+	return known("stays", []Stays{d.Stays}, []Stays{"", Asked, Mended})
 }
 
 func known[T comparable](field string, words, all []T) error {
@@ -165,11 +165,7 @@ func (e *ExpectStep) check() error {
 	err := errors.Join(
 		known("expect: from", e.From, senders),
 		known("expect: frontends", e.Frontends, storyFrontends),
-		known(
-			"expect: families",
-			e.Families,
-			Families,
-		),
+		known("expect: families", e.Families, Families),
 		known("expect: sees", []string{e.Sees}, []string{"", Kept, "node-a", "node-b"}),
 	)
 	if len(e.From) == 0 || (e.To == "") == (e.Address == "") || e.Answer.Outcome == "" {
@@ -179,7 +175,10 @@ func (e *ExpectStep) check() error {
 }
 
 func (c *ConnectStep) check() error {
-	err := errors.Join(known("connect: from", c.From, senders), known("connect: frontends", c.Frontends, storyFrontends))
+	err := errors.Join(
+		known("connect: from", c.From, senders), known("connect: frontends", c.Frontends, storyFrontends),
+		known("connect: families", c.Families, Families),
+	)
 	if len(c.From) == 0 || c.To == "" || c.Times < 1 || c.Within <= 0 || c.Answer.Outcome == "" {
 		err = errors.Join(err, errors.New("connect: from, to, times, answer and within are needed"))
 	}

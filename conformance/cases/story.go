@@ -242,6 +242,8 @@ type ConnectStep struct {
 	// ends so, while others may be answered.
 	Answer Answer   `yaml:"answer"`
 	Within Duration `yaml:"within"`
+	// Eventually is for how long they are opened anew, all of them, until all end as wanted. Zero means once.
+	Eventually Duration `yaml:"eventually"`
 }
 
 // StrayStep sends an acknowledgement to each port of a Service, as on a connection that was lost on the way.

@@ -11,6 +11,9 @@ import (
 // errNoMatch says that an expression has no value for this packet, so that the rule does not match.
 var errNoMatch = errors.New("no match")
 
+// errMasqueraded says that an expression's value is not known for this packet.
+var errMasqueraded = errors.New("the packet was masqueraded, and as what is not known")
+
 // branch is a value that an expression may have, in parts if it is a concatenation, with its probability.
 type branch struct {
 	parts       []value

@@ -56,7 +56,7 @@ func (w *evaluation) payload(protocol, field string, p *packet) (value, error) {
 		return "", errNoMatch
 	}
 	if (field == "saddr" || field == "sport") && p.masqueraded {
-		return "", errors.New("the packet was masqueraded, and as what is not known")
+		return "", errMasqueraded
 	}
 	switch field {
 	case "saddr":

@@ -107,7 +107,7 @@ func (m *manifest) load(t *testing.T) {
 	labtest.Check(t, err)
 	m.config = s.Policy
 	m.config.NodeName = s.NodeName
-	m.snap, _, err = watch.Load(m.path, m.config.NodeName)
+	m.snap, _, err = watch.Load(t.Context(), m.path, m.config.NodeName)
 	labtest.Check(t, err)
 	addrs := append(slices.Clone(m.snap.Node.Addresses), netip.MustParseAddr("127.0.0.1"))
 	m.snap.Apply(snapshot.Delta{HostAddrs: &addrs})
@@ -252,7 +252,8 @@ func (m *manifest) keys() (list []dataplane.Key) {
 			}
 		}
 	}
-	for _, a := range []string{"10.96.255.1", "10.97.1.1", "192.0.2.200", "2001:db8::99", "fd00:10:96::fff0"} {
+	for _, a := range []string{"10.96.255.1", "10.97.1.1", "192.0.2.200", "2001:db8::99", "fd00:10:96::fff0",
+		"fd00:10:96::f:1"} {
 		list = append(list, dataplane.Key{Addr: netip.MustParseAddr(a), Protocol: snapshot.TCP, Port: 80})
 	}
 	for _, a := range m.snap.HostAddrs {
@@ -291,7 +292,14 @@ func (m *manifest) expected(a asked) []nfteval.Outcome {
 	case dataplane.Untouched:
 		return []nfteval.Outcome{{Verdict: nfteval.Delivered, To: a.question.Dst, Probability: 1}}
 	case dataplane.Rejected:
-		return []nfteval.Outcome{{Verdict: nfteval.Refused, Probability: 1}}
+		refusal := "icmp port-unreachable"
+		switch {
+		case a.model.Key.Protocol == snapshot.TCP:
+			refusal = "tcp reset"
+		case a.model.Key.Addr.Is6():
+			refusal = "icmpv6 port-unreachable"
+		}
+		return []nfteval.Outcome{{Verdict: nfteval.Refused, Refusal: refusal, Probability: 1}}
 	case dataplane.Dropped:
 		return []nfteval.Outcome{{Verdict: nfteval.Dropped, Probability: 1}}
 	}
@@ -352,7 +360,8 @@ func equal(got, want []nfteval.Outcome) error {
 	left := slices.Clone(want)
 	for _, g := range got {
 		i := slices.IndexFunc(left, func(w nfteval.Outcome) bool {
-			return g.Verdict == w.Verdict && g.To == w.To && g.Masqueraded == w.Masqueraded && !g.Source.IsValid() &&
+			return g.Verdict == w.Verdict && g.Refusal == w.Refusal && g.To == w.To &&
+				g.Masqueraded == w.Masqueraded && !g.Source.IsValid() &&
 				math.Abs(g.Probability-w.Probability) < 1e-9
 		})
 		if i < 0 {

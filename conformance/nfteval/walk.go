@@ -278,11 +278,11 @@ func (w *evaluation) rule(r *rule, p *packet, depth int) ([]packetVerdict, error
 	start.at, start.found = r.in, nil
 	live := []*packet{&start}
 	var out []packetVerdict
-	for _, node := range r.statements {
+	for i, node := range r.statements {
 		var rest []*packet
 		for _, p := range live {
 			list, err := w.statement(r, node, p, depth)
-			if errors.Is(err, errNoMatch) {
+			if errors.Is(err, errNoMatch) || errors.Is(err, errMasqueraded) && w.fails(r, r.statements[i+1:], p, depth) {
 				list, err = []packetVerdict{{p, verdictBreak}}, nil
 			}
 			if err != nil {
@@ -303,6 +303,18 @@ func (w *evaluation) rule(r *rule, p *packet, depth int) ([]packetVerdict, error
 		out = append(out, packetVerdict{p, verdictBreak})
 	}
 	return out, nil
+}
+
+// fails reports whether one of a rule's matches does not hold, so that others do not matter.
+func (w *evaluation) fails(r *rule, statements []any, p *packet, depth int) bool {
+	return slices.ContainsFunc(statements, func(node any) bool {
+		if key, _ := only(node); key != "match" {
+			return false
+		}
+		list, err := w.statement(r, node, p, depth)
+		holds := func(f packetVerdict) bool { return f.verdict == verdictContinue }
+		return errors.Is(err, errNoMatch) || err == nil && !slices.ContainsFunc(list, holds)
+	})
 }
 
 // addStep writes down that a rule was carried out.

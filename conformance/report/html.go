@@ -27,7 +27,7 @@ const (
 	// pageLimit is what a page may have in bytes, so that it stays usable however much failed. First the cases get their
 	// part, then the packets, then objects and listings; a text that several results have in common is written, and
 	// counted, once.
-	pageLimit = 9_000_000
+	pageLimit = 8_700_000
 )
 
 // WriteHTML writes a page that needs nothing but itself. It stays below 10 MB for 5,000 cases and 3 proxies, even if
@@ -154,6 +154,7 @@ func (b *pageBuilder) page() *page {
 	b.fill(p, func(f *pageFinding) {
 		b.text(f, "Objects", f.result.Objects)
 		b.text(f, "What the kernel held", f.result.Listing)
+		b.text(f, "What the proxies logged", f.result.Logged)
 	})
 	p.Texts = b.list
 	return p

@@ -110,6 +110,8 @@ type Result struct {
 	Objects string `json:"objects,omitempty"`
 	// Listing is, of a case that did not pass, what the kernel held: nft list ruleset, iptables-save, ipvsadm -Sn.
 	Listing string `json:"listing,omitempty"`
+	// Logged are, of such a case, the lines of the proxies' logs about its Services.
+	Logged string `json:"logged,omitempty"`
 }
 
 // Look is one or more packets of the same kind, with what was expected and what was seen.

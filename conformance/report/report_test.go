@@ -226,8 +226,8 @@ func checkFindings(t *testing.T, r *Run, want *Case, c *html.Node, texts map[str
 		for _, d := range nodes(found[0], class("details", "text")) {
 			linked = append(linked, texts[attr(d, "data-text")])
 		}
-		if result.Outcome != Skipped && !reflect.DeepEqual(linked, []string{result.Objects, result.Listing}) {
-			t.Errorf("%s, %s: objects or listing are others: %q", want.Name, p.Name, linked)
+		if result.Outcome != Skipped && !reflect.DeepEqual(linked, []string{result.Objects, result.Listing, result.Logged}) {
+			t.Errorf("%s, %s: objects, listing or log are others: %q", want.Name, p.Name, linked)
 		}
 		found = found[1:]
 	}

@@ -108,6 +108,7 @@ func spoil(random *rand.Rand, result *Result) {
 			"ports: [{port: 80, targetPort: 8080}]\n",
 		random.IntN(1000),
 	)
+	result.Logged = "# node-a: log\nlevel=WARN msg=\"ejected an endpoint: refused\" probes=2"
 	result.Listing = fmt.Sprintf(
 		"# %d\n",
 		random.IntN(1<<30),

@@ -193,6 +193,7 @@ func (t *table) failures() {
 				fmt.Fprintf(&t.out, "        %s\n", strings.ReplaceAll(strings.TrimSpace(result.Why), "\n", "\n        "))
 			}
 			t.looks(result)
+			t.logged(result)
 		}
 	}
 }
@@ -226,6 +227,16 @@ func (t *table) looks(result *Result) {
 	}
 	if right > 0 {
 		fmt.Fprintf(&t.out, "        as expected otherwise: %d of %d looks\n", right, len(result.Looks))
+	}
+}
+
+// mostLogged bounds the lines of logs that are written of a case: the last ones.
+const mostLogged = 30
+
+func (t *table) logged(result *Result) {
+	lines := strings.FieldsFunc(result.Logged, func(r rune) bool { return r == '\n' })
+	for _, line := range lines[max(len(lines)-mostLogged, 0):] {
+		fmt.Fprintln(&t.out, "        "+oneLine(line))
 	}
 }
 

@@ -1,6 +1,7 @@
 package run
 
 import (
+	"context"
 	"fmt"
 	"maps"
 	"slices"
@@ -14,7 +15,7 @@ import (
 )
 
 // connect opens all connections at the same time: none waits for what another one has shown.
-func (t *teller) connect(s *cases.Step) error {
+func (t *teller) connect(ctx context.Context, s *cases.Step) error {
 	c := s.Connect
 	all, err := t.targets(c.From, c.To, c.Ports, c.Frontends, c.Families)
 	if err != nil {
@@ -22,39 +23,50 @@ func (t *teller) connect(s *cases.Step) error {
 	}
 	var wait sync.WaitGroup
 	for _, a := range all {
-		wait.Go(func() { t.connectAll(s, a) })
+		wait.Go(func() { t.connectAll(ctx, s, a) })
 	}
 	wait.Wait()
 	return nil
 }
 
 // connectAll opens the connections of one target, and looks at what became of them together.
-func (t *teller) connectAll(s *cases.Step, to target) {
+func (t *teller) connectAll(ctx context.Context, s *cases.Step, to target) {
 	c := s.Connect
-	results := make([]lab.Result, c.Times)
 	limit := t.testbed.Slow.Times(time.Duration(c.Within))
-	var wait sync.WaitGroup
-	for i := range results {
-		wait.Go(func() { results[i] = t.testbed.Host(to.from).Dial(snapshot.TCP, to.to, lab.Options{Timeout: limit}) })
-	}
-	wait.Wait()
-	got, longest := newSeen(), time.Duration(0)
-	for _, r := range results {
-		got.note(r)
-		longest = max(longest, r.Latency)
-	}
 	d := t.differs(s)
 	want := cases.Want{Outcome: c.Answer.Outcome, Endpoints: c.Answer.Endpoints}
 	words := want.String()
 	if d != nil {
 		want = d.Wants(want)
 	}
+	var got *seen
+	var longest time.Duration
+	t.within(ctx, c.Eventually, func() bool {
+		got, longest = t.dialAll(c.Times, to, limit)
+		return got.ended(want)
+	})
 	l := report.Look{Step: s.Step, From: to.from, To: to.words(), Count: c.Times, OK: got.ended(want)}
 	l.Want = fmt.Sprintf("%s within %v", words, limit)
 	l.Got = fmt.Sprintf("%d answered by %v, %d refused, %d dropped, %d failed; the longest took %v",
 		sum(got.endpoints), slices.Sorted(maps.Keys(got.endpoints)), got.refused, got.dropped, len(got.errs),
 		longest.Round(time.Millisecond))
 	t.look(l, d)
+}
+
+// dialAll opens connections at the same time, and returns what became of them, and how long the slowest took.
+func (t *teller) dialAll(times int, to target, limit time.Duration) (got *seen, longest time.Duration) {
+	results := make([]lab.Result, times)
+	var wait sync.WaitGroup
+	for i := range results {
+		wait.Go(func() { results[i] = t.testbed.Host(to.from).Dial(snapshot.TCP, to.to, lab.Options{Timeout: limit}) })
+	}
+	wait.Wait()
+	got = newSeen()
+	for _, r := range results {
+		got.note(r)
+		longest = max(longest, r.Latency)
+	}
+	return got, longest
 }
 
 func sum(counts map[string]int) (n int) {

@@ -3,6 +3,7 @@ package run
 import (
 	"context"
 	"fmt"
+	"slices"
 	"strings"
 	"sync"
 	"time"
@@ -147,11 +148,23 @@ func (r *proxyRun) lookAt(c *cases.Case, o *written, patient, busy chan struct{}
 // wanted gives what is to be seen of this proxy, and why if that is not what others show.
 func (r *proxyRun) wanted(l *cases.Look) (cases.Want, *cases.Difference) {
 	for _, d := range l.Differs {
-		if r.testbed.Kind.Knows(d.Proxies) {
-			return d.Wants(l.Want), d
+		if !r.testbed.Kind.Knows(d.Proxies) {
+			continue
 		}
+		if d = r.meant(d); d == nil {
+			break
+		}
+		return d.Wants(l.Want), d
 	}
 	return l.Want, nil
+}
+
+// meant gives what a difference means for this proxy; nil if it means none.
+func (r *proxyRun) meant(d *cases.Difference) *cases.Difference {
+	if as := r.testbed.Kind.As; as != "" && slices.Contains(d.Proxies, as) {
+		return d.As()
+	}
+	return d
 }
 
 // ask gives what a look asks, with what the case says of this proxy. A look that the Service has no frontend for is
@@ -200,10 +213,10 @@ func judge(result *report.Result, l *report.Look, d *cases.Difference) {
 	switch {
 	case !l.OK:
 		result.Outcome = report.Fail
-	case d != nil && result.Outcome == report.Pass:
+	case d.Counts() && result.Outcome == report.Pass:
 		result.Outcome = report.Differs
 	}
-	if d != nil && l.OK {
+	if d.Counts() && l.OK {
 		result.Right = d.Right
 		result.Why = d.Why
 		if d.Source != "" {

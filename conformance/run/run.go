@@ -174,6 +174,15 @@ func (r *proxyRun) listAll() string {
 	return all.String()
 }
 
+// logs returns what all proxies have logged.
+func (r *proxyRun) logs() string {
+	var all strings.Builder
+	for _, node := range r.testbed.Nodes() {
+		fmt.Fprintf(&all, "# %s: log\n%s", node, r.testbed.Proxies[node].Log())
+	}
+	return all.String()
+}
+
 // excerpt gives the lines of a listing that name a Service. The matrix does not change while it is looked at, so one
 // listing does for all.
 func (r *proxyRun) excerpt(name string) string { return grep(r.listing(), name) }

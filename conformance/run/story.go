@@ -107,6 +107,7 @@ func (r *proxyRun) tell(ctx context.Context, s *cases.Story) *report.Result {
 	err = errors.Join(err, context.Cause(ctx))
 	if t.result.Outcome == report.Fail || err != nil {
 		t.result.Objects, t.result.Listing = t.objects(), grep(r.listAll(), t.namespace+"/")
+		t.result.Logged = grep(r.logs(), t.namespace+"/")
 	}
 	// What a story leaves behind would spoil others, so it is also removed after an interruption.
 	if e := t.end(context.WithoutCancel(ctx)); e != nil {
@@ -152,7 +153,7 @@ func (t *teller) step(ctx context.Context, s *cases.Step) error {
 	case s.Expect != nil:
 		return t.expect(ctx, s)
 	case s.Connect != nil:
-		return t.connect(s)
+		return t.connect(ctx, s)
 	case s.Stray != nil:
 		return t.stray(s)
 	case s.Echo != nil:
@@ -219,7 +220,7 @@ func (t *teller) look(l report.Look, d *cases.Difference) {
 func (t *teller) differs(s *cases.Step) *cases.Difference {
 	for i := range t.story.Differs {
 		if d := &t.story.Differs[i]; (d.Step == "" || d.Step == s.Step) && t.testbed.Kind.Knows(d.Proxies) {
-			return d
+			return t.meant(d)
 		}
 	}
 	return nil

@@ -30,6 +30,8 @@ type Kind struct {
 	Witness bool `yaml:"witness"`
 	// Like is a known proxy: what the cases say of that one counts for this one, too. Empty means none.
 	Like string `yaml:"like"`
+	// As is a known proxy, too: this one is to behave as that one, where cases name a difference of it that does not stay.
+	As string `yaml:"as"`
 
 	// mode is kube-proxy's word, of which the configuration is made; empty for foreign proxies.
 	mode  string
@@ -59,6 +61,7 @@ var kinds = slices.Concat([]Kind{
 	verdict("verdict", "nftables", listNFT, true),
 	verdict("verdict-iptables", "iptables", listIPTables, false, "--backend=iptables"),
 	verdict("verdict-ipvs", "ipvs", listIPVS, false),
+	asKubeProxy(verdict("verdict-as-kube-proxy", "nftables", listNFT, true, "--behavior=kube-proxy")),
 }, kubeProxies("kube-proxy"), kubeProxies("kube-proxy-1.36"))
 
 func verdict(name, mode string, listings [][]string, witness bool, args ...string) Kind {
@@ -68,6 +71,12 @@ func verdict(name, mode string, listings [][]string, witness bool, args ...strin
 		build: buildVerdict, Version: []string{"run", "--version"},
 		older: buildOldVerdict, oldVersion: OldCommit,
 	}
+}
+
+// asKubeProxy has a proxy behave as kube-proxy in mode nftables.
+func asKubeProxy(k Kind) Kind {
+	k.As = "kube-proxy-nftables"
+	return k
 }
 
 // kubeProxies are the modes of a kube-proxy, which conformance/peers/build knows under a name. What the cases say of
@@ -138,6 +147,8 @@ func readKind(path string) (*Kind, error) {
 		return nil, fmt.Errorf("%s: binary: it is missing", path)
 	case k.Like != "" && !slices.Contains(KindNames(), k.Like):
 		return nil, fmt.Errorf("%s: like: %s is none of %s", path, k.Like, strings.Join(KindNames(), ", "))
+	case k.As != "" && !slices.Contains(KindNames(), k.As):
+		return nil, fmt.Errorf("%s: as: %s is none of %s", path, k.As, strings.Join(KindNames(), ", "))
 	}
 	if k.Binary, err = exec.LookPath(k.Binary); err != nil {
 		return nil, fmt.Errorf("%s: binary: %w", path, err)
@@ -179,5 +190,6 @@ func (k *Kind) Adjustable() bool { return k.mode != "" }
 
 // Knows says whether a list of proxies' names means this one.
 func (k *Kind) Knows(names []string) bool {
-	return slices.Contains(names, k.Name) || k.Like != "" && slices.Contains(names, k.Like)
+	return slices.Contains(names, k.Name) || k.Like != "" && slices.Contains(names, k.Like) ||
+		k.As != "" && slices.Contains(names, k.As)
 }

@@ -1,8 +1,10 @@
 package main
 
 import (
+	"cmp"
 	"os"
 	"path/filepath"
+	"strings"
 )
 
 // binary returns the file of the program for an architecture.
@@ -59,7 +61,28 @@ func (r *release) documents() error {
 			return err
 		}
 	}
-	return r.archive("verdict-extras.tar.gz", os.DirFS(r.stage))
+	return cmp.Or(r.archive("verdict-extras.tar.gz", os.DirFS(r.stage)), r.docs())
+}
+
+// docs stages the pages and what they lead a user to, as in the repository, and packs them into an archive. Help and
+// manual pages name them as docs/NAME.md.
+func (r *release) docs() error {
+	list, err := r.output("git", "ls-files", "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "docs",
+		"examples", "deploy/helm", "deploy/kustomize", "deploy/systemd")
+	if err != nil {
+		return err
+	}
+	for path := range strings.Lines(list) {
+		path = strings.TrimSuffix(path, "\n")
+		text, err := os.ReadFile(filepath.Join(r.tree, path))
+		if err != nil {
+			return err
+		}
+		if err := r.put("doc/"+path, text); err != nil {
+			return err
+		}
+	}
+	return r.archive("verdict-docs.tar.gz", os.DirFS(filepath.Join(r.stage, "doc")))
 }
 
 // put writes a file into the stage.

@@ -31,6 +31,23 @@ const buildInfo = `verdict_build_info{goversion="go1.26.0",version="v1"} 1x60` +
 // alertCases are by alert.
 var alertCases = map[string]alertCase{
 	"VerdictAbsent": {fires: `verdict_ready 1x60`, quiet: buildInfo},
+	"VerdictGone": {
+		// The first series is of the proxy that ends, the second of the kubelet.
+		fires: `
+verdict_build_info{goversion="go1.26.0",instance="10.0.0.1:10249",version="v1"} 1x9
+verdict_build_info{goversion="go1.26.0",instance="10.0.0.2:10249",version="v1"} 1x60
+up{instance="10.0.0.1:10250",job="kubelet"} 1x60`,
+		// One node is gone as a whole, one proxy restarts with another version, and one is new.
+		quiet: `
+verdict_build_info{goversion="go1.26.0",instance="10.0.0.1:10249",version="v1"} 1x9
+up{instance="10.0.0.1:10249"} 1x9
+up{instance="10.0.0.1:10250",job="kubelet"} 1x12
+verdict_build_info{goversion="go1.26.0",instance="10.0.0.2:10249",version="v1"} 1x9
+verdict_build_info{goversion="go1.26.0",instance="10.0.0.2:10249",version="v2"} _x14 1x46
+up{instance="10.0.0.2:10249"} 1x60
+verdict_build_info{goversion="go1.26.0",instance="[fd00::1]:10249",version="v2"} _x30 1x30
+up{instance="[fd00::1]:10250",job="kubelet"} 1x60`,
+	},
 	"VerdictNotReady": {
 		fires: `verdict_ready 1x9 0x50`,
 		quiet: `verdict_ready 0x3 1x9 0x3 1x40`,
@@ -59,6 +76,16 @@ verdict_transactions_total{outcome="written"} 0+100x60`,
 	"VerdictTablesChangedByOthers": {
 		fires: `verdict_foreign_changes_total 0x9 1x50`,
 		quiet: `verdict_foreign_changes_total 7x60`,
+	},
+	"VerdictTablesNotOwned": {
+		fires: `verdict_owns_tables 1x9 0x50`,
+		// A start takes a moment until the first transaction; iptables and old kernels have no such series.
+		quiet: buildInfo + `verdict_owns_tables 0x3 1x9 0x3 1x40`,
+	},
+	"VerdictLedgerIncomplete": {
+		fires: `verdict_ledger_missing_records_total 0x9 3x50`,
+		quiet: `verdict_ledger_missing_records_total 3x60
+verdict_ledger_records_total 0+100x60`,
 	},
 	"VerdictRestartsOften": {
 		// A restarted process counts the same Services again, so its counters look as if it had never ended.
@@ -256,12 +283,12 @@ func load(t *testing.T, series string) string {
 }
 
 // shownMetrics gives the labels, sorted, of each series that the program shows; those of the process come with
-// Prometheus' library.
+// Prometheus' library, and up from Prometheus.
 func shownMetrics(t *testing.T) map[string][]string {
 	t.Helper()
 	text, err := os.ReadFile(namesFile)
 	check(t, err)
-	shown := map[string][]string{"process_start_time_seconds": nil}
+	shown := map[string][]string{"process_start_time_seconds": nil, "up": nil}
 	line := regexp.MustCompile(`(?m)^([a-z_]+)\{(.*)\} (\w+)$`)
 	for _, m := range line.FindAllStringSubmatch(string(text), -1) {
 		names := strings.FieldsFunc(m[2], func(r rune) bool { return r == ',' })

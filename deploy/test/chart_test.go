@@ -250,7 +250,7 @@ func TestPackage(t *testing.T) {
 	}
 }
 
-// TestLint: "helm lint" has nothing to complain of but that the chart has no icon, with and without values.
+// TestLint: "helm lint" has nothing to complain of, with and without values.
 func TestLint(t *testing.T) {
 	version, err := common.ParseKubeVersion("v1.37.1")
 	check(t, err)
@@ -258,7 +258,7 @@ func TestLint(t *testing.T) {
 		anImage + readFile(t, chartDir+"/kubeadm.yaml"), must + "clusterCIDR: [10.244.0.0/16, 'fd00::/48']"} {
 		result := lint.RunAll(chartDir, valuesOf(t, values), "kube-system", lint.WithKubeVersion(version))
 		for _, m := range result.Messages {
-			if m.Severity >= support.WarningSev {
+			if m.Severity >= support.InfoSev {
 				t.Errorf("with %q: %v", values, m)
 			}
 		}
@@ -318,5 +318,32 @@ func TestPlacement(t *testing.T) {
 	if len(pod.NodeSelector)+len(pod.Tolerations)+len(pod.PriorityClassName) > 0 ||
 		!strings.HasPrefix(pod.Containers[0].Image, "verdict@sha256:aaa") {
 		t.Errorf("the pod has %+v", pod)
+	}
+}
+
+// TestServiceAccount: whoever has an account for the pods already gets it in every place that names one.
+func TestServiceAccount(t *testing.T) {
+	const values = anImage + "nodeCondition: true\nstartupTaint: a.example/b\ncollector: {enabled: true}\n"
+	with := func(more string) string {
+		t.Helper()
+		text, err := template(t, chartDir+"/kubeadm.yaml", values+more)
+		check(t, err)
+		return text
+	}
+	theirs := with("serviceAccount: {create: false, name: proxy-7}\n")
+	if n := strings.Count(theirs, "proxy-7"); n != 5 { // pods, two bindings, the policy, the collector's flag
+		t.Errorf("%d places name their account:\n%s", n, theirs)
+	}
+	o, err := decode(theirs)
+	check(t, err)
+	if o["ServiceAccount/verdict"] != nil || o["ServiceAccount/proxy-7"] != nil ||
+		o["ServiceAccount/verdict-collector"] == nil {
+		t.Error("an account is created that is somebody else's, or the collector's is not")
+	}
+	if renamed := with("serviceAccount: {name: proxy-7}\n"); strings.Count(renamed, "proxy-7") != 6 {
+		t.Errorf("another name is not taken everywhere:\n%s", renamed)
+	}
+	if !strings.Contains(with("serviceAccount: {annotations: {a.example/role: r}}\n"), "a.example/role: r") {
+		t.Error("the annotation is missing")
 	}
 }

@@ -1,6 +1,7 @@
 package deploy
 
 import (
+	"bytes"
 	"fmt"
 	"maps"
 	"os"
@@ -84,7 +85,7 @@ func TestManifestsWrong(t *testing.T) {
 		{"--hostname-override", "--hostname-overide", "unknown flag: --hostname-overide"},
 		{"- --init-only", "- --inly-once", "unknown flag: --inly-once"},
 		{"--oom-score-adj=-997", "--oom-score-adj=low", "invalid argument"},
-		{"- run\n        - --config", "- ruin\n        - --config", `unknown command "ruin"`},
+		{"- run\n        - --config", "- ruin\n        - --config", `has no command "ruin"`},
 		{"    mode: nftables", "    modus: nftables", "modus: unknown field"},
 		{"clusterCIDR: 10.42.0.0/16", "clusterCIDR: 10.42.0.0/64", "clusterCIDR"},
 		{"    keeper: auto", "    keeper: nobody", "keeper"},
@@ -448,5 +449,35 @@ func TestCleanup(t *testing.T) {
 	if out, err := exec.Command(verdict, append(c.Args, "--help")...).CombinedOutput(); err != nil ||
 		!strings.Contains(string(out), "Cleanup deletes") {
 		t.Errorf("verdict %v: %v: %s", c.Args, err, out)
+	}
+}
+
+// TestImage: whoever names the image once, where docs/INSTALL.md says, gets it in every overlay and in the clean-up.
+func TestImage(t *testing.T) {
+	dir := t.TempDir()
+	check(t, os.CopyFS(dir, os.DirFS("../kustomize")))
+	place := filepath.Join(dir, "image/kustomization.yaml")
+	text, err := os.ReadFile(place)
+	check(t, err)
+	const set = "- {name: verdict, newName: registry.example/verdict, newTag: v9}"
+	edited := strings.Replace(string(text), "- {name: verdict, newTag: dev}", set, 1)
+	check(t, os.WriteFile(place, []byte(edited), 0o600))
+	withCollector := filepath.Join(dir, "overlays/kubeadm/kustomization.yaml")
+	text, err = os.ReadFile(withCollector)
+	check(t, err)
+	text = bytes.Replace(text, []byte("- ../../image\n"), []byte("- ../../image\n- ../../components/collector\n"), 1)
+	check(t, os.WriteFile(withCollector, text, 0o600))
+	for _, what := range []string{"overlays/kubeadm", "overlays/k3s", "cleanup"} {
+		built, err := buildDir(filepath.Join(dir, what))
+		check(t, err)
+		images := regexp.MustCompile(`image: (.*)`).FindAllStringSubmatch(built, -1)
+		if len(images) == 0 || what == "overlays/kubeadm" && len(images) < 3 {
+			t.Errorf("%s has no image", what)
+		}
+		for _, image := range images {
+			if image[1] != "registry.example/verdict:v9" {
+				t.Errorf("%s has the image %s", what, image[1])
+			}
+		}
 	}
 }

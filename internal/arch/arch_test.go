@@ -24,8 +24,8 @@ const everywhere = "internal/ipfamily"
 var layers = map[string]struct{ ours, others []string }{
 	"internal/ipfamily": {},
 	"sync/snapshot":     {},
-	"sync/dataplane":    {ours: []string{"sync/snapshot"}},
-	"sync/watch":        {ours: []string{"sync/snapshot"}, others: []string{"*"}},
+	"sync/dataplane":    {ours: []string{"internal/units", "sync/snapshot"}},
+	"sync/watch":        {ours: []string{"internal/nearest", "internal/sloppy", "sync/snapshot"}, others: []string{"*"}},
 	"sync/reconcile":    {ours: []string{"sync/snapshot", "sync/dataplane"}},
 	"nft":               {ours: []string{"sync/snapshot", "sync/dataplane"}},
 	"nft/kernel": {
@@ -64,9 +64,16 @@ var layers = map[string]struct{ ours, others []string }{
 		},
 		others: []string{"github.com/spf13/pflag"},
 	},
+	"internal/preflight": {
+		ours: []string{"internal/ipfamily", "internal/netlink", "internal/packets", "internal/status", "nft",
+			"sync/dataplane", "sync/snapshot"},
+		others: []string{"github.com/vishvananda/netlink", "golang.org/x/sys"},
+	},
 	"internal/inspect": {
 		ours: []string{
 			"internal/config",
+			"internal/packets",
+			"internal/preflight",
 			"internal/status",
 			"internal/terminal",
 			"internal/units",
@@ -97,6 +104,7 @@ var layers = map[string]struct{ ours, others []string }{
 			"internal/inspect",
 			"internal/status",
 			"internal/terminal",
+			"internal/units",
 			"nft",
 			"nft/kernel",
 			"sync/dataplane",
@@ -124,7 +132,9 @@ var layers = map[string]struct{ ours, others []string }{
 			"sync/reconcile",
 		},
 	},
-	"internal/cgroup": {},
+	"internal/cgroup":  {},
+	"internal/nearest": {},
+	"internal/sloppy":  {others: []string{"k8s.io/utils"}},
 	"internal/cluster": {
 		ours: []string{"internal/status", "internal/terminal", "sync/snapshot", "sync/watch"},
 		others: []string{"golang.org/x/sync", "k8s.io/api", "k8s.io/apimachinery", "k8s.io/client-go",
@@ -143,7 +153,7 @@ var layers = map[string]struct{ ours, others []string }{
 	},
 	"internal/everywhere": {ours: []string{"internal/health", "internal/status", "sync/reconcile", "sync/snapshot"}},
 	"internal/config": {
-		ours: []string{"sync/snapshot", "sync/dataplane", "internal/sysctl"},
+		ours: []string{"internal/nearest", "internal/sloppy", "internal/sysctl", "sync/snapshot", "sync/dataplane"},
 		others: []string{
 			"k8s.io/kube-proxy",
 			"k8s.io/component-base",
@@ -196,7 +206,8 @@ var layers = map[string]struct{ ours, others []string }{
 		ours: []string{
 			"internal/backends", "internal/cgroup", "internal/config", "internal/conntrack",
 			"internal/everywhere", "internal/health",
-			"internal/keeper", "internal/ledger", "internal/logging", "internal/metrics", "internal/outlier", "internal/status",
+			"internal/keeper", "internal/ledger", "internal/logging", "internal/metrics", "internal/preflight",
+			"internal/outlier", "internal/status",
 			"internal/sysctl", "internal/takeover", "nft/kernel",
 			"sync/dataplane", "sync/reconcile", "sync/snapshot", "sync/watch"},
 		others: []string{"golang.org/x/sync"}},
@@ -291,6 +302,7 @@ var reserved = map[string][]string{
 		"internal/cluster/clustertest",
 		"internal/collector",
 		"internal/config",
+		"internal/sloppy",
 		"conformance/testbed",
 		"conformance/cases",
 		"conformance/run",

@@ -124,3 +124,32 @@ func slug(title string) string {
 		return -1
 	}, title)
 }
+
+var duration = regexp.MustCompile(`\b\d+(?:\.\d+)? (?:ms|s)\b`)
+
+// TestFigures: where the museum tells what the benchmark measured, its figures are those of the benchmark's page.
+func TestFigures(t *testing.T) {
+	text, err := os.ReadFile("../../docs/BENCHMARKS.md")
+	if err != nil {
+		t.Fatal(err)
+	}
+	measured, told := map[string]bool{}, 0
+	for _, figure := range duration.FindAllString(string(text), -1) {
+		measured[figure] = true
+	}
+	museum := prose(t, "../../docs/MUSEUM.md")
+	for _, outage := range regexp.MustCompile(`(?m)^\*\*\d+\.`).Split(museum, -1)[1:] {
+		_, sides, bullets := strings.Cut(outage, "\n- ")
+		if !bullets || !strings.Contains(outage, "BENCHMARKS.md#") {
+			continue
+		}
+		for _, figure := range duration.FindAllString(strings.Join(strings.Fields(sides), " "), -1) {
+			if told++; !measured[figure] {
+				t.Errorf("the museum tells of %s, which the benchmarks do not have:%.60s", figure, outage)
+			}
+		}
+	}
+	if told < 8 {
+		t.Errorf("only %d figures of the benchmarks are told", told)
+	}
+}

@@ -40,7 +40,7 @@ type Opened struct {
 	Name string
 	// Mode is what kube-proxy calls it, for those who ask which mode the proxy is in.
 	Mode string
-	// Owns says whether nobody else can change what it writes.
+	// Owns says whether nobody else can change what it wrote; nil if it cannot prevent that.
 	Owns func() bool
 	// Named says which of what has kube-proxy's names is written by this one.
 	Named takeover.Own
@@ -73,10 +73,12 @@ type Counters interface {
 	io.Closer
 }
 
-// EvidenceReader reads what the kernel saw of endpoints that do not answer or refuse.
+// EvidenceReader reads what the kernel saw of endpoints that answer, do not answer or refuse; see outlier.Evidence.
 type EvidenceReader interface {
-	// Read returns the evidence of all endpoints of which there is any, in no order.
 	Read() ([]dataplane.Evidence, error)
+	Answers() ([]dataplane.Answer, error)
+	Forsaken() ([]dataplane.Pair, error)
+	Accepted() ([]dataplane.Pair, error)
 	io.Closer
 }
 

@@ -98,7 +98,7 @@ func openNFTables(ctx context.Context, o OpenOptions) (_ *Opened, err error) {
 		return nil, err
 	}
 	opened := &Opened{
-		Writer: scheduler, Mode: string(config.NFTables), Owns: tables.Owns, ProbeScheduler: ipvsplugin.Probe,
+		Writer: scheduler, Mode: string(config.NFTables), ProbeScheduler: ipvsplugin.Probe,
 		Fill:           func() []metrics.Fill { return fill(tables) },
 		AffinityShares: func() []metrics.AffinityShare { return affinityShares(tables) },
 		Counters:       func() (Counters, error) { return kernel.OpenCounters() },
@@ -107,6 +107,9 @@ func openNFTables(ctx context.Context, o OpenOptions) (_ *Opened, err error) {
 		Heard:          scheduler.Heard,
 		Ledger:         ledgerSource(tables),
 		OnSent:         func(sent func([]byte)) { tables.Sent = sent },
+	}
+	if tables.Owns() {
+		opened.Owns = tables.Owned
 	}
 	if compat := openCompat(ctx, s, o.Log); compat != nil {
 		opened.Run, opened.Named = compat.Run, takeover.Own{Variant: compat.Programs.Variant.String(), Compat: true}
@@ -148,10 +151,10 @@ func final(err error) error {
 	return err
 }
 
-// probeIPVS gives an error if the operator wants IPVS for all Services and this kernel has not got it: iptables
-// cannot do that either.
+// probeIPVS gives an error if the operator wants IPVS for all Services by name and this kernel has not got it: iptables
+// cannot do that either. With the mode ipvs alone, as kube-proxy's configuration has it, nftables stands in.
 func probeIPVS(s *config.Settings) error {
-	if s.Policy.IPVS.Mode != dataplane.IPVSAlways {
+	if s.Policy.IPVS.Mode != dataplane.IPVSAlways || !s.IPVSNamed {
 		return nil
 	}
 	if err := ipvsplugin.Probe(s.Policy.IPVS.Default.Scheduler); err != nil {

@@ -110,13 +110,13 @@ type moment struct {
 
 // disturb changes the tables as another program might, and waits for the repair.
 func (p *proxy) disturb(n labtest.Nft, how int) {
-	what := "flush chain ip verdict frontends"
+	what := "flush chain ip verdict split"
 	if how == 1 {
 		r, err := p.tables.Load()
 		labtest.Check(p.t, err)
-		ips, _, _ := r.List(ipfamily.IPv4, nft.ClusterIPs)
-		set := nft.SetByID(nft.ClusterIPs)
-		what = "delete element ip verdict cluster-ips { " + ips[0].Element.Text(ipfamily.IPv4, &set) + " }"
+		ips, _, _ := r.List(ipfamily.IPv4, nft.Addresses)
+		set := nft.SetByID(nft.Addresses)
+		what = "delete element ip verdict addresses { " + ips[0].Element.Text(ipfamily.IPv4, &set) + " }"
 	}
 	labtest.Run(p.t, p.host, what+"\n", n.Path, "-f", "-")
 	<-p.repairs

@@ -3,6 +3,7 @@ package benchmark
 import (
 	"context"
 	"errors"
+	"fmt"
 	"math/rand/v2"
 	"runtime"
 	"slices"
@@ -21,11 +22,39 @@ const (
 	numChangeKinds
 )
 
+// ChangeOptions say what Change measures. Services of Options is not used.
+type ChangeOptions struct {
+	Options
+	// Sizes are numbers of Services, Rounds how many changes of each kind are made in each.
+	Sizes  []int
+	Rounds int
+}
+
+// Prepare sorts the sizes and refuses what cannot be measured. An error begins with the field's name in lower case.
+func (o *ChangeOptions) Prepare() error {
+	slices.Sort(o.Sizes)
+	o.Sizes = slices.Compact(o.Sizes)
+	switch {
+	case o.Rounds < 1:
+		return fmt.Errorf("rounds: %d is not a positive number", o.Rounds)
+	case len(o.Sizes) == 0 || o.Sizes[0] < 1 || o.Sizes[len(o.Sizes)-1] > MaxServices:
+		return fmt.Errorf("sizes: %v are not between 1 and %d", o.Sizes, MaxServices)
+	}
+	o.Services = o.Sizes[len(o.Sizes)-1] // there must be addresses for all endpoints
+	return nil
+}
+
 // ChangeResult is what Change measured.
 type ChangeResult struct {
+	Endpoints int          `json:"endpoints"`
+	Rounds    int          `json:"rounds"`
+	Sizes     []ChangeSize `json:"sizes"`
+}
+
+// ChangeSize is what Change measured in a cluster of one size.
+type ChangeSize struct {
 	Fill
-	Rounds int         `json:"rounds"`
-	Kinds  ChangeKinds `json:"kinds"`
+	Kinds ChangeKinds `json:"kinds"`
 }
 
 // ChangeKinds has what each kind of change takes.
@@ -59,6 +88,7 @@ type ChangeKind struct {
 	P50            float64 `json:"p50_us"`
 	P99            float64 `json:"p99_us"`
 	OwnP50         float64 `json:"own_p50_us"`
+	KernelP50      float64 `json:"kernel_p50_us"`
 	FloorP50       float64 `json:"floor_p50_us"`
 	Messages       int     `json:"messages"`
 	Elements       int     `json:"elements"`
@@ -73,33 +103,47 @@ type changeRun struct {
 	line    *line
 	cluster *Cluster
 	random  *rand.Rand
-	result  *ChangeResult
+	result  *ChangeSize
 	// batches are what was sent for all changes, in their order.
 	batches [][]byte
 	total   [numChangeKinds][]time.Duration
 	own     [numChangeKinds][]time.Duration
+	kernel  [numChangeKinds][]time.Duration
 	floor   [numChangeKinds][]time.Duration
 }
 
 // Change fills a kernel, then changes one thing at a time and measures from the event to the kernel's
-// acknowledgement. A round is one change of each kind.
-func Change(ctx context.Context, o Options, rounds int) (*ChangeResult, error) {
-	r := &changeRun{Options: o, cluster: NewCluster(o.Services, o.Endpoints), random: rand.New(rand.NewPCG(1, 1)),
-		result: &ChangeResult{Rounds: rounds}}
+// acknowledgement. A round is one change of each kind. Prepare comes first.
+func Change(ctx context.Context, o *ChangeOptions) (*ChangeResult, error) {
+	out := &ChangeResult{Endpoints: o.Endpoints, Rounds: o.Rounds}
+	for _, n := range o.Sizes {
+		size := o.Options
+		size.Services = n
+		r := &changeRun{Options: size, cluster: NewCluster(n, o.Endpoints), random: rand.New(rand.NewPCG(1, 1)),
+			result: &ChangeSize{}}
+		if err := r.run(ctx, o.Rounds); err != nil {
+			return nil, fmt.Errorf("%d Services: %w", n, err)
+		}
+		out.Sizes = append(out.Sizes, *r.result)
+	}
+	return out, nil
+}
+
+// run makes all changes, and replays them.
+func (r *changeRun) run(ctx context.Context, rounds int) error {
 	if err := r.measure(ctx, rounds); err != nil {
-		return nil, err
+		return err
 	}
-	o.show("the same bytes once more")
+	r.show("%d Services: the same bytes once more", r.Services)
 	if err := r.replay(ctx); err != nil {
-		return nil, err
+		return err
 	}
+	median := func(samples []time.Duration) float64 { return microseconds(percentile(sorted(samples), 50)) }
 	for i, k := range r.result.Kinds.each() {
-		total := sorted(r.total[i])
-		k.P50, k.P99 = microseconds(percentile(total, 50)), microseconds(percentile(total, 99))
-		k.OwnP50 = microseconds(percentile(sorted(r.own[i]), 50))
-		k.FloorP50 = microseconds(percentile(sorted(r.floor[i]), 50))
+		k.P50, k.P99 = median(r.total[i]), microseconds(percentile(sorted(r.total[i]), 99))
+		k.OwnP50, k.KernelP50, k.FloorP50 = median(r.own[i]), median(r.kernel[i]), median(r.floor[i])
 	}
-	return r.result, nil
+	return nil
 }
 
 // measure fills a kernel and makes all the changes.
@@ -108,7 +152,7 @@ func (r *changeRun) measure(ctx context.Context, rounds int) (err error) {
 		return err
 	}
 	defer func() { err = errors.Join(err, r.line.close()) }()
-	r.show("filling the kernel")
+	r.show("filling the kernel with %d Services", r.Services)
 	if r.result.Fill, err = r.fill(ctx, r.cluster, r.line.fill); err != nil {
 		return err
 	}
@@ -118,7 +162,7 @@ func (r *changeRun) measure(ctx context.Context, rounds int) (err error) {
 		return err
 	}
 	for n := range rounds + 1 {
-		r.show("round %d of %d", n, rounds)
+		r.show("%d Services: round %d of %d", r.Services, n, rounds)
 		if err := r.round(ctx, n == 0); err != nil {
 			return err
 		}
@@ -165,6 +209,7 @@ func (r *changeRun) timed(kind int, d snapshot.Delta) error {
 	total := time.Since(start)
 	r.total[kind] = append(r.total[kind], total)
 	r.own[kind] = append(r.own[kind], total-receipt.Commit)
+	r.kernel[kind] = append(r.kernel[kind], receipt.Commit)
 	return err
 }
 

@@ -123,7 +123,8 @@ func (c *Cluster) All() snapshot.Delta {
 // and its slots; of each endpoint on this node one that lets it reach itself; and the Services' range.
 func (c *Cluster) elements() int {
 	all := c.services * c.endpoints
-	return 3*c.services + all + (all+len(c.nodes)-1)/len(c.nodes) + 1
+	settings := 2 * len(NodeConfig.Lines()) // in both tables
+	return 3*c.services + all + (all+len(c.nodes)-1)/len(c.nodes) + 1 + settings
 }
 
 // newcomer gives an endpoint at an address that none had before; after four million they come round.

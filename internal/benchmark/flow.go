@@ -1,6 +1,7 @@
 package benchmark
 
 import (
+	"cmp"
 	"fmt"
 	"os/exec"
 	"slices"
@@ -15,6 +16,9 @@ type FlowOptions struct {
 	// Sizes are numbers of Services, Flows those of one round, Rounds how often each variant is measured.
 	Sizes         []int
 	Flows, Rounds int
+	// KubeProxy is the program of a kube-proxy, whose rules are measured beside Verdict's. Empty stands for the one in the
+	// PATH, if there is one.
+	KubeProxy string
 }
 
 // maxFlows is how many connections the kernel tracks by default on small machines; on others it is more.
@@ -39,11 +43,17 @@ func (o *FlowOptions) Prepare() error {
 		}
 		o.Services = max(n, 1) // the most come last: there must be addresses for all their endpoints
 	}
+	found, err := exec.LookPath(cmp.Or(o.KubeProxy, "kube-proxy"))
+	if err != nil && o.KubeProxy != "" {
+		return fmt.Errorf("kube-proxy: %w", err)
+	}
+	o.KubeProxy = found
 	return nil
 }
 
 const (
-	// kindsSize is what the kinds of Services are measured at, or the largest size below it.
+	// kindsSize is what the kinds of Services are measured at, or the largest size below it. Of more Services, kube-proxy
+	// would need minutes to write the rules.
 	kindsSize = 10000
 	// growsFrom is how many Services tables begin with that grow.
 	growsFrom, growsSteps = 10, 10
@@ -64,6 +74,9 @@ func (o *FlowOptions) variants() []*flowVariant {
 		add(freshTables, n)
 		if n > growsFrom {
 			add(grownTables, n)
+		}
+		if o.KubeProxy != "" && n > 0 && n <= kindsSize {
+			add(kubeProxyTables, n)
 		}
 		if kindsAt == 0 || n <= kindsSize {
 			kindsAt = n
@@ -86,10 +99,35 @@ const (
 	oneDNATRule      FlowKind = "dnat"
 	freshTables      FlowKind = "fresh"
 	grownTables      FlowKind = "grown"
+	kubeProxyTables  FlowKind = "kube-proxy"
 	masqueradedFlows FlowKind = "masqueraded"
 	stickyServices   FlowKind = "sticky"
 	externalLocal    FlowKind = "external-local"
 )
+
+// ours says whether the tables are Verdict's.
+func (k FlowKind) ours() bool { return k != conntrackAlone && k != oneDNATRule && k != kubeProxyTables }
+
+// FlowPath is where packets come from and where they go to.
+type FlowPath string
+
+// The paths: from the node itself, or from a client whose packets it forwards; to Services, or straight to endpoints;
+// and packets of a flow from the client to a Service that both sides know already.
+const (
+	nodeToService     FlowPath = "node_to_service"
+	nodeToEndpoint    FlowPath = "node_to_endpoint"
+	clientToService   FlowPath = "client_to_service"
+	clientToEndpoint  FlowPath = "client_to_endpoint"
+	establishedPacket FlowPath = "established_packet"
+)
+
+var flowPaths = [...]FlowPath{nodeToService, nodeToEndpoint, clientToService, clientToEndpoint, establishedPacket}
+
+// FlowTime is what one flow, or one packet of an established flow, takes.
+type FlowTime struct {
+	Median  float64 `json:"median_us"`
+	Minimum float64 `json:"minimum_us"`
+}
 
 // Name is a variant's name for people.
 func (f *FlowFigures) Name() string {
@@ -118,12 +156,11 @@ type FlowFigures struct {
 	Kind     FlowKind `json:"kind"`
 	Services int      `json:"services"`
 	// Elements are those of Verdict's tables.
-	Elements int     `json:"elements"`
-	Median   float64 `json:"median_us"`
-	Minimum  float64 `json:"minimum_us"`
-	// AboveFloor is by how much the median is above that of one dnat rule; it is left out where there is no nft.
-	AboveFloor *float64 `json:"above_floor_us,omitempty"`
-	// Translated and Masqueraded count the flows of a round whose destination and whose source was changed.
+	Elements int `json:"elements"`
+	// Paths are the times of each path.
+	Paths map[FlowPath]FlowTime `json:"paths"`
+	// Translated and Masqueraded count the flows of a round from the node to Services whose destination and whose source
+	// was changed.
 	Translated  int `json:"translated"`
 	Masqueraded int `json:"masqueraded"`
 }
@@ -131,18 +168,11 @@ type FlowFigures struct {
 // report makes a result of what was measured.
 func (o *FlowOptions) report(variants []*flowVariant) *FlowResult {
 	out := &FlowResult{Endpoints: o.Endpoints, Flows: o.Flows, Rounds: o.Rounds}
-	var floor *float64
 	for _, v := range variants {
-		times := sorted(v.times)
-		v.Median, v.Minimum = microseconds(percentile(times, 50)), microseconds(times[0])
-		if v.Kind == oneDNATRule {
-			floor = &v.Median
-		}
-	}
-	for _, v := range variants {
-		if floor != nil {
-			above := v.Median - *floor
-			v.AboveFloor = &above
+		v.Paths = map[FlowPath]FlowTime{}
+		for path, times := range v.times {
+			times = sorted(times)
+			v.Paths[path] = FlowTime{microseconds(percentile(times, 50)), microseconds(times[0])}
 		}
 		out.Variants = append(out.Variants, v.FlowFigures)
 	}

@@ -2,6 +2,7 @@ package benchmark
 
 import (
 	"context"
+	"encoding/binary"
 	"errors"
 	"fmt"
 	"math"
@@ -9,6 +10,7 @@ import (
 	"net"
 	"net/netip"
 	"runtime/debug"
+	"slices"
 	"time"
 
 	"github.com/vishvananda/netlink"
@@ -19,11 +21,12 @@ import (
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
-// The node's address is above all endpoints': NodeConfig's cluster CIDR holds it, the lower half of that does not. The
-// gateway is somebody whom nobody asks.
+// The addresses of the node and its client are above all endpoints': NodeConfig's cluster CIDR holds them, the lower
+// half of that does not. The gateway is somebody whom nobody asks.
 const (
 	flowNode    = firstEndpoint | 1<<22 | 1
 	flowGateway = flowNode + 1
+	flowClient  = flowNode + 2
 )
 
 // What the flows come from and go to.
@@ -31,11 +34,12 @@ const (
 	flowSockets    = 64
 	flowSourcePort = 20000
 	flowPort       = 80
+	endpointPort   = 8080
 )
 
-// Flow measures what a new UDP flow of this node to a Service takes the kernel, in processor time of the thread that
-// sends it. It measures all variants by turns, so that other work on the machine affects all alike. Prepare comes
-// first.
+// Flow measures what a new UDP flow takes the kernel that this node opens or forwards, in processor time of the thread
+// that sends it, and what a packet of an established one takes. It measures all variants by turns, so that other work
+// on the machine affects all alike. Prepare comes first.
 func Flow(ctx context.Context, o *FlowOptions) (_ *FlowResult, err error) {
 	variants := o.variants()
 	defer func() {
@@ -48,7 +52,7 @@ func Flow(ctx context.Context, o *FlowOptions) (_ *FlowResult, err error) {
 			return nil, err
 		}
 		o.show("filling the kernel: %s", v.Name())
-		if err := v.open(); err != nil {
+		if err := v.open(ctx); err != nil {
 			return nil, fmt.Errorf("%s: %w", v.Name(), err)
 		}
 	}
@@ -74,12 +78,14 @@ func Flow(ctx context.Context, o *FlowOptions) (_ *FlowResult, err error) {
 type flowVariant struct {
 	*FlowOptions
 	FlowFigures
-	node *host
+	node         *host
+	client, sink *lab.Host
 	// connections is connection tracking inside the node.
 	connections *netlink.Handle
-	sends       []flowSend
+	// sends are to Services, direct are straight to endpoints.
+	sends, direct []flowSend
 	// times are those of one flow in each round.
-	times []time.Duration
+	times map[FlowPath][]time.Duration
 }
 
 // flowSend is one packet: from which socket, and where to.
@@ -89,7 +95,7 @@ type flowSend struct {
 }
 
 // open makes the node, and writes its rules.
-func (v *flowVariant) open() (err error) {
+func (v *flowVariant) open(ctx context.Context) (err error) {
 	if v.node, err = newHost(v.Options); err != nil {
 		return err
 	}
@@ -108,6 +114,8 @@ func (v *flowVariant) open() (err error) {
 	case conntrackAlone, oneDNATRule:
 		_, err = v.node.host.RunInput(flowRules[v.Kind], "nft", "-f", "-")
 		return err
+	case kubeProxyTables:
+		return v.fillByKubeProxy(ctx)
 	}
 	return v.fill()
 }
@@ -123,32 +131,44 @@ func (v *flowVariant) close() error {
 }
 
 // wire gives the node a way out: to a neighbour whose address nobody has, so that the other end of the link throws away
-// all it gets before it looks at it.
-func (v *flowVariant) wire() error {
-	sink, err := v.node.net.NewHost("sink")
+// all it gets before it looks at it. Whatever the client sends goes through the node.
+func (v *flowVariant) wire() (err error) {
+	if v.sink, err = v.node.net.NewHost("sink"); err != nil {
+		return err
+	}
+	if v.client, err = v.node.net.NewHost("client"); err != nil {
+		return err
+	}
+	node, everywhere := v.node.host, netip.PrefixFrom(netip.IPv4Unspecified(), 0)
+	out, in := lab.End{Host: node, Link: "eth0"}, lab.End{Host: node, Link: "eth1"}
+	sink, client := lab.End{Host: v.sink, Link: "eth0"}, lab.End{Host: v.client, Link: "eth0"}
+	host := func(a uint32) netip.Prefix { return netip.PrefixFrom(addr(a), 32) }
+	return errors.Join(
+		lab.Link(out, sink, lab.LinkOptions{}), lab.Link(in, client, lab.LinkOptions{}), node.Forward(),
+		node.AddAddr("eth0", host(flowNode)), v.client.AddAddr("eth0", host(flowClient)),
+		route(out, everywhere, flowGateway, lab.End{}), route(client, everywhere, flowNode, in),
+		route(in, host(flowClient), flowClient, client), route(sink, everywhere, flowNode, out))
+}
+
+// route leads packets to a neighbour, whose link is known, or is nobody's.
+func route(from lab.End, to netip.Prefix, via uint32, at lab.End) error {
+	if err := from.Host.AddRoute(lab.Route{To: to, Via: addr(via), Link: from.Link}); err != nil {
+		return err
+	}
+	link, err := from.Host.Netlink().LinkByName(from.Link)
 	if err != nil {
 		return err
 	}
-	here, there := lab.End{Host: v.node.host, Link: "eth0"}, lab.End{Host: sink, Link: "eth0"}
-	if err := lab.Link(here, there, lab.LinkOptions{}); err != nil {
-		return err
+	hardware := net.HardwareAddr{2, 0, 0, 0, 0, 1}
+	if at.Host != nil {
+		there, err := at.Host.Netlink().LinkByName(at.Link)
+		if err != nil {
+			return err
+		}
+		hardware = there.Attrs().HardwareAddr
 	}
-	if err := v.node.host.AddAddr("eth0", netip.PrefixFrom(addr(flowNode), 32)); err != nil {
-		return err
-	}
-	gateway := addr(flowGateway)
-	everywhere := netip.PrefixFrom(netip.IPv4Unspecified(), 0)
-	if err := v.node.host.AddRoute(lab.Route{To: everywhere, Via: gateway, Link: "eth0"}); err != nil {
-		return err
-	}
-	link, err := v.node.host.Netlink().LinkByName("eth0")
-	if err != nil {
-		return err
-	}
-	return v.node.host.Netlink().NeighSet(&netlink.Neigh{
-		LinkIndex: link.Attrs().Index, Family: unix.AF_INET, State: netlink.NUD_PERMANENT, IP: gateway.AsSlice(),
-		HardwareAddr: net.HardwareAddr{2, 0, 0, 0, 0, 1},
-	})
+	return from.Host.Netlink().NeighSet(&netlink.Neigh{LinkIndex: link.Attrs().Index, Family: unix.AF_INET,
+		State: netlink.NUD_PERMANENT, IP: addr(via).AsSlice(), HardwareAddr: hardware})
 }
 
 // plan says what is sent: in each pass a packet to every Service in an order by chance, and from another socket than in
@@ -166,8 +186,11 @@ func (v *flowVariant) plan() {
 	for pass := 0; len(v.sends) < v.Flows; pass++ {
 		order := random.Perm(targets)
 		for _, i := range order[:min(targets, v.Flows-len(v.sends))] {
+			socket := (i + pass) % flowSockets
 			to := unix.SockaddrInet4{Addr: addr(first + uint32(i)).As4(), Port: flowPort}
-			v.sends = append(v.sends, flowSend{(i + pass) % flowSockets, to})
+			v.sends = append(v.sends, flowSend{socket, to})
+			to = unix.SockaddrInet4{Addr: EndpointAddr(i).As4(), Port: endpointPort}
+			v.direct = append(v.direct, flowSend{socket, to})
 		}
 	}
 }
@@ -176,12 +199,16 @@ func (v *flowVariant) plan() {
 // as hashed by the kernel: if there were only one, connection tracking would have to find other source ports for most
 // flows.
 var flowRules = map[FlowKind]string{
-	conntrackAlone: fmt.Sprintf(`table ip bench {
-	chain output { type nat hook output priority -100; ip daddr 255.255.255.255 udp dport 1 dnat to %s:8080; }
-}`, addr(firstEndpoint)),
-	oneDNATRule: fmt.Sprintf(`table ip bench {
-	chain output { type nat hook output priority -100; meta l4proto udp dnat to %s-%s:8080; }
-}`, addr(firstEndpoint), addr(firstEndpoint+1<<16-1)),
+	conntrackAlone: natRules("ip daddr 255.255.255.255 udp dport 1 dnat to %s:%d", addr(firstEndpoint), endpointPort),
+	oneDNATRule: natRules("udp dport 80 dnat to %s-%s:%d", addr(firstEndpoint), addr(firstEndpoint+1<<16-1),
+		endpointPort),
+}
+
+// natRules gives a ruleset with one rule, for packets from the node and for others.
+func natRules(format string, args ...any) string {
+	rule := fmt.Sprintf(format, args...)
+	return "table ip bench {\n chain output { type nat hook output priority -100; " + rule + "; }\n" +
+		" chain prerouting { type nat hook prerouting priority -100; " + rule + "; }\n}"
 }
 
 // fill writes Verdict's tables.
@@ -192,7 +219,7 @@ func (v *flowVariant) fill() error {
 	}
 	l := &line{v.node, snapshot.New(), dataplane.NewPlanner(config)}
 	cluster := NewCluster(v.Services, v.Endpoints)
-	delta := NewCluster(0, v.Endpoints).All() // the node and the Services' range
+	delta := NewCluster(0, v.Endpoints).All() // the node and the range of Services
 	from := 0
 	for _, to := range v.steps() {
 		delta.Merge(v.services(cluster, from, to))
@@ -245,50 +272,80 @@ func (v *flowVariant) services(c *Cluster, from, to int) snapshot.Delta {
 	return d
 }
 
-// round sends all flows once. The first round is not timed, but looked at.
+// round sends all flows once on each path. The first round is not timed, but looked at.
 func (v *flowVariant) round(first bool) error {
-	if err := v.connections.ConntrackTableFlush(netlink.ConntrackTable); err != nil {
-		return fmt.Errorf("forget connections: %w", err)
+	for _, path := range flowPaths {
+		if err := v.connections.ConntrackTableFlush(netlink.ConntrackTable); err != nil {
+			return fmt.Errorf("forget connections: %w", err)
+		}
+		took, err := v.walk(path)
+		if err == nil && first && path != establishedPacket {
+			err = v.look(path)
+		}
+		if err != nil {
+			return fmt.Errorf("%s: %w", path, err)
+		}
+		if !first {
+			if v.times == nil {
+				v.times = map[FlowPath][]time.Duration{}
+			}
+			v.times[path] = append(v.times[path], took)
+		}
 	}
-	took, err := v.send()
-	if err != nil {
-		return err
-	}
-	if first {
-		return v.look()
-	}
-	v.times = append(v.times, took)
 	return nil
 }
 
+// walk sends what takes a path.
+func (v *flowVariant) walk(path FlowPath) (time.Duration, error) {
+	switch path {
+	case nodeToService:
+		return send(v.node.host, v.sends)
+	case nodeToEndpoint:
+		return send(v.node.host, v.direct)
+	case clientToService:
+		return send(v.client, v.sends)
+	case clientToEndpoint:
+		return send(v.client, v.direct)
+	}
+	flow := v.sends[0]
+	if err := v.establish(flow); err != nil {
+		return 0, err
+	}
+	return send(v.client, slices.Repeat([]flowSend{flow}, v.Flows))
+}
+
 // look asks connection tracking what became of the flows.
-func (v *flowVariant) look() error {
+func (v *flowVariant) look(path FlowPath) error {
 	held, err := v.connections.ConntrackTableList(netlink.ConntrackTable, unix.AF_INET)
 	if err != nil {
 		return fmt.Errorf("list connections: %w", err)
 	}
+	translated, masqueraded := 0, 0
 	for _, f := range held {
 		if !f.Forward.DstIP.Equal(f.Reverse.SrcIP) {
-			v.Translated++
+			translated++
 		}
 		if f.Forward.SrcPort != f.Reverse.DstPort {
-			v.Masqueraded++
+			masqueraded++
 		}
 	}
 	want := v.Flows
-	if v.Services == 0 && v.Kind != oneDNATRule {
+	switch {
+	case path == nodeToEndpoint, path == clientToEndpoint, v.Services == 0 && v.Kind != oneDNATRule:
 		want = 0
+	case path == nodeToService:
+		v.Translated, v.Masqueraded = translated, masqueraded
 	}
-	if len(held) != v.Flows || v.Translated != want {
+	if len(held) != v.Flows || translated != want {
 		return fmt.Errorf("of %d flows, %d are tracked and %d translated, not %d: this measures something else",
-			v.Flows, len(held), v.Translated, want)
+			v.Flows, len(held), translated, want)
 	}
 	return nil
 }
 
-// send sends a packet of each flow, and gives the processor time that one takes.
-func (v *flowVariant) send() (took time.Duration, err error) {
-	err = v.node.host.Do(func() (err error) {
+// send sends a packet of each flow from a host, and gives the processor time that one takes.
+func send(from *lab.Host, sends []flowSend) (took time.Duration, err error) {
+	err = from.Do(func() (err error) {
 		var sockets [flowSockets]int
 		for n := range sockets {
 			if sockets[n], err = flowSocket(flowSourcePort + n); err != nil {
@@ -301,17 +358,65 @@ func (v *flowVariant) send() (took time.Duration, err error) {
 			return err
 		}
 		packet := []byte{0}
-		for i := range v.sends {
-			s := &v.sends[i]
+		for i := range sends {
+			s := &sends[i]
 			if err := unix.Sendto(sockets[s.socket], packet, 0, &s.to); err != nil {
 				return fmt.Errorf("send: %w", err)
 			}
 		}
 		end, err := lab.ThreadTime()
-		took = (end - start) / time.Duration(v.Flows)
+		took = (end - start) / time.Duration(len(sends))
 		return err
 	})
 	return took, err
+}
+
+// establish has the client open a flow, and the endpoint that it leads to answer, so that it is established.
+func (v *flowVariant) establish(flow flowSend) error {
+	return v.client.Do(func() error {
+		fd, err := flowSocket(flowSourcePort + flow.socket)
+		if err != nil {
+			return err
+		}
+		defer unix.Close(fd)
+		if err := unix.Sendto(fd, []byte{0}, 0, &flow.to); err != nil {
+			return fmt.Errorf("send: %w", err)
+		}
+		held, err := v.connections.ConntrackTableList(netlink.ConntrackTable, unix.AF_INET)
+		if err != nil || len(held) != 1 {
+			return errors.Join(fmt.Errorf("%d flows are tracked, not one", len(held)), err)
+		}
+		if err := v.answer(held[0].Reverse); err != nil {
+			return fmt.Errorf("answer: %w", err)
+		}
+		wait := unix.Timeval{Sec: 5}
+		if err := unix.SetsockoptTimeval(fd, unix.SOL_SOCKET, unix.SO_RCVTIMEO, &wait); err != nil {
+			return err
+		}
+		if _, _, err := unix.Recvfrom(fd, make([]byte, 8), 0); err != nil {
+			return fmt.Errorf("the client got no answer: %w", err)
+		}
+		return nil
+	})
+}
+
+// answer sends a packet of one byte from the sink, as the endpoint would, which the sink is not.
+func (v *flowVariant) answer(t netlink.IPTuple) error {
+	const header, datagram = 20, 9
+	packet := make([]byte, header+datagram)
+	packet[0], packet[8], packet[9] = 4<<4|header/4, 64, unix.IPPROTO_UDP // the kernel adds length and checksum
+	copy(packet[12:], t.SrcIP.To4())
+	copy(packet[16:], t.DstIP.To4())
+	binary.BigEndian.PutUint16(packet[header:], t.SrcPort)
+	binary.BigEndian.PutUint16(packet[header+2:], t.DstPort)
+	binary.BigEndian.PutUint16(packet[header+4:], datagram) // and without a checksum
+	return v.sink.Do(func() error {
+		fd, err := unix.Socket(unix.AF_INET, unix.SOCK_RAW|unix.SOCK_CLOEXEC, unix.IPPROTO_RAW)
+		if err != nil {
+			return err
+		}
+		return errors.Join(unix.Sendto(fd, packet, 0, &unix.SockaddrInet4{Addr: [4]byte(t.DstIP.To4())}), unix.Close(fd))
+	})
 }
 
 // flowSocket gives a UDP socket with a port, in the namespace of the calling thread.

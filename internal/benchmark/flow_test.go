@@ -3,8 +3,11 @@ package benchmark
 import (
 	"encoding/json"
 	"fmt"
-	"math"
+	"net/http"
+	"net/http/httptest"
 	"net/netip"
+	"os"
+	"path/filepath"
 	"slices"
 	"strings"
 	"testing"
@@ -22,6 +25,7 @@ func smallFlow(t testing.TB, sizes ...int) *FlowOptions {
 	t.Helper()
 	o := &FlowOptions{Options: small(t), Sizes: sizes, Flows: 200, Rounds: 2}
 	labtest.Check(t, o.Prepare())
+	o.KubeProxy = "" // this machine may have one
 	return o
 }
 
@@ -34,8 +38,10 @@ func measuredFlow(t *testing.T, sizes ...int) *FlowResult {
 		t.Errorf("%v", fields)
 	}
 	for _, v := range r.Variants {
-		if v.Minimum <= 0 || v.Median < v.Minimum || v.Median > 1e6 {
-			t.Errorf("%s: median %v, minimum %v", v.Name(), v.Median, v.Minimum)
+		for _, path := range flowPaths {
+			if took := v.Paths[path]; took.Minimum <= 0 || took.Median < took.Minimum || took.Median > 1e6 {
+				t.Errorf("%s, %s: %+v", v.Name(), path, took)
+			}
 		}
 	}
 	return r
@@ -44,22 +50,25 @@ func measuredFlow(t *testing.T, sizes ...int) *FlowResult {
 func TestFlow(t *testing.T) {
 	r := measuredFlow(t, 20, 0, 20)
 	// Of each Service the frontend, the pool, the cluster IP and 3 slots; all endpoints are on this node, and may reach
-	// themselves; the range.
-	const all = 20*(3+3) + 60 + 1
+	// themselves; the range; and the settings, in both tables.
+	none := 1 + 2*len(NodeConfig.Lines())
+	all := 20*(3+3) + 60 + none
 	want := []struct {
 		name                              string
 		elements, translated, masqueraded int
 	}{
 		{"conntrack alone", 0, 0, 0},
 		{"one dnat rule", 0, 200, 0},
-		{"0 Services", 1, 0, 0},
+		{"0 Services", none, 0, 0},
 		{"20 Services", all, 200, 0},
 		{"20 Services, grown", all, 200, 0},
 		{"20 Services, masqueraded", all, 200, 200},
-		// How clients are remembered, the pool of those who are, and its members.
-		{"20 Services, sticky", all + 20*(1+1+3), 200, 0},
-		// A frontend, its other pool for clients from outside, and what is masqueraded; both pools have endpoints here.
-		{"20 Services, external Local", all + 20*(3+1+3), 200, 200},
+		// How clients are remembered, the pool of those who are, its members, and the address, which is more than a cluster
+		// IP.
+		{"20 Services, sticky", all + 20*(1+1+3+1), 200, 0},
+		// A frontend, its pools for clients from outside and all others, what leads to these, its address in two maps, and
+		// what is masqueraded; both pools have endpoints here.
+		{"20 Services, external Local", all + 20*(6+1+3+1), 200, 200},
 	}
 	if len(r.Variants) != len(want) {
 		t.Fatalf("%+v, want %d variants", r.Variants, len(want))
@@ -74,46 +83,55 @@ func TestFlow(t *testing.T) {
 		if v.Masqueraded > w.masqueraded+2 || v.Masqueraded < w.masqueraded-2 {
 			t.Errorf("%s: %d flows are masqueraded, want %d", w.name, v.Masqueraded, w.masqueraded)
 		}
-		if v.AboveFloor == nil || math.Abs(*v.AboveFloor-(v.Median-r.Variants[1].Median)) > 1e-6 {
-			t.Errorf("%s: %v above the floor", w.name, v.AboveFloor)
+		words := []string{w.name + " "}
+		for _, path := range flowPaths {
+			words = append(words, flowTime(v.Paths[path]))
 		}
-		for _, words := range []string{w.name + "  ", flowTime(v.Median), flowTime(v.Minimum)} {
+		for _, words := range words {
 			if !strings.Contains(shown, words) {
 				t.Errorf("%q is not in what is printed:\n%s", words, shown)
 			}
 		}
 	}
-	title, above := "3 endpoints each, 200 flows in each of 2 rounds", flowTime(*r.Variants[3].AboveFloor)
-	for _, words := range []string{title, above, " 181\n"} {
+	for _, words := range []string{"3 endpoints each, 200 flows in each of 2 rounds", fmt.Sprintf(" %d\n", all)} {
 		if !strings.Contains(shown, words) {
 			t.Errorf("%q is not in what is printed:\n%s", words, shown)
 		}
 	}
 }
 
-// Without nft there is no floor, and nothing above it.
+// Without nft there are no rules beside Verdict's.
 func TestFlowWithoutNft(t *testing.T) {
 	t.Setenv("PATH", t.TempDir())
 	r := measuredFlow(t, 0)
-	if len(r.Variants) != 1 || r.Variants[0].Name() != "0 Services" || r.Variants[0].AboveFloor != nil {
+	if len(r.Variants) != 1 || r.Variants[0].Name() != "0 Services" {
 		t.Errorf("%+v", r)
 	}
-	if shown := text(t, r); !strings.Contains(shown, "nft, which writes its rule, is not installed") {
+	if shown := text(t, r); !strings.Contains(shown, "nft, which writes the first two rows' rules, is not installed") {
 		t.Error(shown)
 	}
 }
 
-// Each packet of each round is the first of a flow: Verdict's counters have them all. Clients of sticky Services go
-// where they went before.
+// Each packet of each round to Services is the first of a flow, but for those of the established one: Verdict's
+// counters have them all. Clients of sticky Services go where they went before.
 func TestFlowCounts(t *testing.T) {
 	for _, kind := range []FlowKind{freshTables, grownTables, masqueradedFlows, stickyServices, externalLocal} {
 		t.Run(string(kind), func(t *testing.T) {
 			v := &flowVariant{FlowOptions: smallFlow(t, 20), FlowFigures: FlowFigures{Kind: kind, Services: 20}}
 			defer func() { labtest.Check(t, v.close()) }()
-			labtest.Check(t, v.open())
+			labtest.Check(t, v.open(t.Context()))
 			endpoints := map[string][]string{}
 			for n := range 3 {
 				labtest.Check(t, v.round(n == 0))
+			}
+			const counted = 3 * (200 + 200 + 1)
+			if packets := countedFlows(t, v); packets != counted || len(v.times[establishedPacket]) != 2 {
+				t.Errorf("%d packets counted, not %d; %d rounds timed", packets, counted, len(v.times[establishedPacket]))
+			}
+			for range 3 {
+				labtest.Check(t, v.connections.ConntrackTableFlush(netlink.ConntrackTable))
+				_, err := v.walk(clientToService)
+				labtest.Check(t, err)
 				held, err := v.connections.ConntrackTableList(netlink.ConntrackTable, unix.AF_INET)
 				labtest.Check(t, err)
 				for _, f := range held {
@@ -121,8 +139,8 @@ func TestFlowCounts(t *testing.T) {
 					endpoints[service] = append(endpoints[service], fmt.Sprint(f.Reverse.SrcIP))
 				}
 			}
-			if packets := countedFlows(t, v); packets != 3*200 || len(v.times) != 2 || len(endpoints) != 20 {
-				t.Errorf("%d packets counted, %d rounds timed, %d Services used", packets, len(v.times), len(endpoints))
+			if len(endpoints) != 20 {
+				t.Errorf("%d Services used", len(endpoints))
 			}
 			for service, all := range endpoints {
 				slices.Sort(all)
@@ -132,6 +150,68 @@ func TestFlowCounts(t *testing.T) {
 				}
 			}
 		})
+	}
+}
+
+// TestFlowKubeProxy: a program that is told where the API is, asks it for all Services, and writes rules for them. One
+// that ends is an error.
+func TestFlowKubeProxy(t *testing.T) {
+	program := filepath.Join(t.TempDir(), "kube-proxy")
+	v := &flowVariant{FlowOptions: smallFlow(t, 20), FlowFigures: FlowFigures{Kind: kubeProxyTables, Services: 20}}
+	v.KubeProxy = program
+	script := "#!/bin/sh\necho $1 > " + program + ".api\nnft -f - <<END\n" + flowRules[oneDNATRule] + "\nEND\n" +
+		"exec sleep 60\n"
+	labtest.Check(t, os.WriteFile(program, []byte(script), 0o700))
+	defer func() { labtest.Check(t, v.close()) }()
+	labtest.Check(t, v.open(t.Context()))
+	labtest.Check(t, v.round(true))
+	if v.Translated != v.Flows {
+		t.Errorf("%+v", v.FlowFigures)
+	}
+	told, err := os.ReadFile(program + ".api")
+	if labtest.Check(t, err); !strings.HasPrefix(string(told), "--master=http://127.0.0.1:") {
+		t.Errorf("it was told %q", told)
+	}
+	labtest.Check(t, os.WriteFile(program, []byte("#!/bin/sh\necho no such mode >&2; exit 1\n"), 0o700))
+	if err := v.fillByKubeProxy(t.Context()); err == nil || !strings.Contains(err.Error(), "exit status 1: no such mode") {
+		t.Errorf("it ended, and that is %v", err)
+	}
+	o := smallFlow(t, 20)
+	if o.KubeProxy = program + "-1"; o.Prepare() == nil {
+		t.Error("a program that is not there is no error")
+	}
+}
+
+// TestFlowObjects: the lists have what kube-proxy asks for, in the words of the API.
+func TestFlowObjects(t *testing.T) {
+	v := &flowVariant{FlowOptions: smallFlow(t, 20), FlowFigures: FlowFigures{Kind: kubeProxyTables, Services: 20}}
+	api := httptest.NewServer(v.objects())
+	defer api.Close()
+	get := func(path string) (code int, list struct {
+		Kind  string
+		Items []map[string]any
+	}) {
+		r, err := http.Get(api.URL + path)
+		labtest.Check(t, err)
+		defer r.Body.Close()
+		labtest.Check(t, json.NewDecoder(r.Body).Decode(&list))
+		return r.StatusCode, list
+	}
+	for path, kind := range map[string]string{"/api/v1/services?limit=500": "ServiceList",
+		"/apis/discovery.k8s.io/v1/endpointslices": "EndpointSliceList"} {
+		code, list := get(path)
+		if code != http.StatusOK || list.Kind != kind || len(list.Items) != 20 {
+			t.Errorf("%s: %d, %d %s", path, code, len(list.Items), list.Kind)
+		}
+	}
+	if _, list := get("/apis/discovery.k8s.io/v1/endpointslices"); len(list.Items[0]["endpoints"].([]any)) != 3 {
+		t.Errorf("%v", list.Items[0])
+	}
+	if code, _ := get("/api/v1/services?watch=1&sendInitialEvents=true"); code != http.StatusUnprocessableEntity {
+		t.Errorf("a streamed list is answered with %d", code)
+	}
+	if code, _ := get("/api/v1/secrets"); code != http.StatusNotFound {
+		t.Errorf("what is not there is answered with %d", code)
 	}
 }
 

@@ -76,8 +76,7 @@ func inSeconds(s float64) string       { return units.Brief(time.Duration(s * fl
 func inMilliseconds(ms float64) string { return units.Brief(time.Duration(ms * 1e6)) }
 func inMicroseconds(us float64) string { return units.Brief(time.Duration(us * 1e3)) }
 
-// flowTime writes a time of some microseconds, given in microseconds.
-func flowTime(us float64) string { return fmt.Sprintf("%.2f µs", us) }
+func flowTime(t FlowTime) string { return fmt.Sprintf("%.2f (%.2f)", t.Median, t.Minimum) }
 
 // WriteText writes the steps of a cold start.
 func (r *ColdResult) WriteText(w io.Writer, style Style) error {
@@ -105,20 +104,24 @@ func (r *ColdResult) WriteText(w io.Writer, style Style) error {
 	return p.writeTo(w)
 }
 
-// WriteText writes a row for each kind of change.
+// WriteText writes a row for each size and kind of change.
 func (r *ChangeResult) WriteText(w io.Writer, style Style) error {
 	p := page{style: style}
-	p.title("Change: in a kernel with %s Services with %s endpoints each, %s rounds",
-		units.Thousands(r.Services), units.Thousands(r.Endpoints), units.Thousands(r.Rounds))
-	c := columns{18, 12, 12, 12, 12, 10, 10, 8}
-	p.header(c, "", "p50", "p99", "own p50", "floor p50", "elements", "bytes", "allocations")
-	for _, k := range r.Kinds.each() {
-		p.row(c, k.name, inMicroseconds(k.P50), inMicroseconds(k.P99), inMicroseconds(k.OwnP50), inMicroseconds(k.FloorP50),
-			fmt.Sprint(k.Elements), fmt.Sprint(k.Bytes), fmt.Sprint(k.Allocations))
+	p.title("Change: in a kernel with Services of %s endpoints each, %s rounds", units.Thousands(r.Endpoints),
+		units.Thousands(r.Rounds))
+	c := columns{19, 10, 9, 9, 9, 12, 11, 10, 7, 11}
+	p.header(c, "", "Services", "p50", "p99", "own p50", "kernel p50", "floor p50", "elements", "bytes", "allocations")
+	var none ChangeKinds
+	for i, kind := range none.each() {
+		for n := range r.Sizes {
+			k := r.Sizes[n].Kinds.each()[i]
+			p.row(c, kind.name, units.Thousands(r.Sizes[n].Services), inMicroseconds(k.P50), inMicroseconds(k.P99),
+				inMicroseconds(k.OwnP50), inMicroseconds(k.KernelP50), inMicroseconds(k.FloorP50), fmt.Sprint(k.Elements),
+				fmt.Sprint(k.Bytes), fmt.Sprint(k.Allocations))
+		}
 	}
-	p.line("\n  The first fill:")
-	p.fill(&r.Fill)
-	p.note("Own is all but the commit. The floor is the kernel alone, given the same bytes in another namespace.")
+	p.note("Kernel is the commit, own is the rest. The floor is the kernel alone, given the same bytes in another " +
+		"namespace.")
 	return p.writeTo(w)
 }
 
@@ -179,22 +182,23 @@ func (r *FlowResult) WriteText(w io.Writer, style Style) error {
 	p := page{style: style}
 	p.title("Flow: a new UDP flow to Services with %s endpoints each, %s flows in each of %d rounds",
 		units.Thousands(r.Endpoints), units.Thousands(r.Flows), r.Rounds)
-	c := columns{36, 12, 12, 18, 12}
-	p.header(c, "", "median", "minimum", "above the floor", "elements")
+	c := columns{32, 15, 15, 15, 15, 15, 9}
+	p.header(c, "", "from the node", "", "forwarded", "", "established", "elements")
+	p.header(c, "", "to a Service", "to an endpoint", "to a Service", "to an endpoint", "one packet")
 	for i := range r.Variants {
 		v := &r.Variants[i]
-		above, elements := "", ""
-		if v.AboveFloor != nil && v.Kind != oneDNATRule {
-			above = flowTime(*v.AboveFloor)
+		cells := []string{v.Name()}
+		for _, path := range flowPaths {
+			cells = append(cells, flowTime(v.Paths[path]))
 		}
-		if v.Kind != conntrackAlone && v.Kind != oneDNATRule {
-			elements = units.Thousands(v.Elements)
+		if v.Kind.ours() {
+			cells = append(cells, units.Thousands(v.Elements))
 		}
-		p.row(c, v.Name(), flowTime(v.Median), flowTime(v.Minimum), above, elements)
+		p.row(c, cells...)
 	}
-	about := "The floor is one dnat rule without a lookup. All is processor time of the thread that sends."
-	if !slices.ContainsFunc(r.Variants, func(v FlowFigures) bool { return v.AboveFloor != nil }) {
-		about = "There is no floor beside it: nft, which writes its rule, is not installed."
+	about := "Microseconds of processor time of the thread that sends, in the median and (at least)."
+	if !slices.ContainsFunc(r.Variants, func(v FlowFigures) bool { return v.Kind == oneDNATRule }) {
+		about += " nft, which writes the first two rows' rules, is not installed."
 	}
 	p.note(about)
 	return p.writeTo(w)

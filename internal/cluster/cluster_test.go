@@ -219,8 +219,9 @@ func TestStatus(t *testing.T) {
 	of["node-2"].Drift.FoundAt, of["node-2"].Drift.Last = &at, []string{"ip verdict: an element is gone"}
 	of["node-3"].Quarantined = status.Quarantined{Count: 1,
 		Services: []status.QuarantinedService{{Service: "shop/q", Since: at, Error: "no room"}}}
-	expect("trouble", 1, "node-2: another program changed the tables at 14:09: ip verdict: an element is gone\n",
-		"node-3 rejects shop/q since 14:09: no room\n")
+	expect("trouble", 1, "node-2: another program changed the tables at 14:09 (not repaired yet): "+
+		"ip verdict: an element is gone\n",
+		"node-3: rejects shop/q since 14:09: no room\n")
 	f.nodes = append(f.nodes, corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "node-4"}},
 		corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "win", Labels: map[string]string{corev1.LabelOSStable: "windows"}}})
 	f.pods = append(f.pods, proxyPod("node-5", "verdict-node-5", corev1.PodPending))

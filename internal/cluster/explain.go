@@ -11,6 +11,7 @@ import (
 
 	corev1 "k8s.io/api/core/v1"
 	discoveryv1 "k8s.io/api/discovery/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
 
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
@@ -78,7 +79,7 @@ func (c *Cluster) Resolve(ctx context.Context, pod, service snapshot.Name, port 
 
 // Explain asks the node what happens to the packet: of its kernel and the objects, or live of its kernel alone. An
 // error says that the node has nobody to ask.
-func (c *Cluster) Explain(ctx context.Context, a *Asked, live bool) (Result, error) {
+func (c *Cluster) Explain(ctx context.Context, a *Asked, live bool, options ...string) (Result, error) {
 	t, err := c.TargetOn(ctx, a.Node)
 	if err != nil {
 		return Result{}, err
@@ -87,6 +88,7 @@ func (c *Cluster) Explain(ctx context.Context, a *Asked, live bool) (Result, err
 	if !live {
 		argv = append(append(argv, "--in-cluster", "--hostname-override="+t.Node), t.Flags...)
 	}
+	argv = append(argv, options...)
 	return c.Each(ctx, []Target{t}, func(Target) []string { return argv })[0], nil
 }
 
@@ -120,6 +122,9 @@ type Led struct {
 // LeadingTo returns the Services of a pod's namespace whose slices name the pod or one of its addresses.
 func (c *Cluster) LeadingTo(ctx context.Context, pod snapshot.Name) ([]Led, error) {
 	p, err := c.API.Pod(ctx, pod.Namespace, pod.Name)
+	if apierrors.IsForbidden(err) { // slices name pods, too
+		p, err = &corev1.Pod{}, nil
+	}
 	if err != nil {
 		return nil, err
 	}
@@ -169,7 +174,11 @@ func portsOf(sl *discoveryv1.EndpointSlice) (ports []string) {
 func stateOf(c discoveryv1.EndpointConditions) string {
 	ready := c.Ready == nil || *c.Ready
 	serving := c.Serving != nil && *c.Serving || c.Serving == nil && ready
-	terminating := c.Terminating != nil && *c.Terminating
+	return StateOf(ready, serving, c.Terminating != nil && *c.Terminating)
+}
+
+// StateOf names conditions.
+func StateOf(ready, serving, terminating bool) string {
 	switch {
 	case ready && !terminating:
 		return "ready"
@@ -179,4 +188,18 @@ func stateOf(c discoveryv1.EndpointConditions) string {
 		return "terminating"
 	}
 	return "not ready"
+}
+
+// ServiceNames returns the names of the Services of a namespace that have slices.
+func (c *Cluster) ServiceNames(ctx context.Context, namespace string) (names []string, err error) {
+	list, err := c.API.Slices(ctx, namespace, "")
+	if err != nil {
+		return nil, err
+	}
+	for i := range list.Items {
+		if name := list.Items[i].Labels[discoveryv1.LabelServiceName]; name != "" && !slices.Contains(names, name) {
+			names = append(names, name)
+		}
+	}
+	return names, nil
 }

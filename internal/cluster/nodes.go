@@ -221,3 +221,14 @@ func (b *bounded) Write(p []byte) (int, error) {
 	b.left -= len(p)
 	return len(p), nil
 }
+
+// Log runs "verdict log" on a node.
+func (c *Cluster) Log(ctx context.Context, node string, options []string) (Result, error) {
+	t, err := c.TargetOn(ctx, node)
+	if err != nil {
+		return Result{}, err
+	}
+	return c.Each(ctx, []Target{t}, func(t Target) []string {
+		return slices.Concat([]string{"log"}, t.Flags, options)
+	})[0], nil
+}

@@ -49,11 +49,12 @@ type plannedService struct {
 const maxGone = 500
 
 // planCommand returns the input of "verdict plan" for a change, and its arguments.
-func planCommand(files watch.ChangeFiles, more []string) (input string, argv func(Target) []string, err error) {
-	if input, err = watch.ChangeText(files.Apply); err != nil {
+func planCommand(ctx context.Context, files watch.ChangeFiles, more []string) (input string,
+	argv func(Target) []string, err error) {
+	if input, err = watch.ChangeText(ctx, files.Apply); err != nil {
 		return "", nil, err
 	}
-	gone, err := watch.GoneObjects(files.Delete)
+	gone, err := watch.GoneObjects(ctx, files.Delete)
 	if err != nil {
 		return "", nil, err
 	}
@@ -73,7 +74,7 @@ func planCommand(files watch.ChangeFiles, more []string) (input string, argv fun
 
 // Plan asks all nodes what a change would do. Options are further arguments of "verdict plan".
 func (c *Cluster) Plan(ctx context.Context, files watch.ChangeFiles, options []string) (*PlanReport, error) {
-	input, argv, err := planCommand(files, append(slices.Clone(options), "-o", "json"))
+	input, argv, err := planCommand(ctx, files, append(slices.Clone(options), "-o", "json"))
 	if err != nil {
 		return nil, err
 	}
@@ -121,7 +122,7 @@ func (p *plannedJSON) UnmarshalJSON(text []byte) error {
 // PlanOn has one node plan a change, and prints what it says. It returns the exit status.
 func (c *Cluster) PlanOn(ctx context.Context, p *terminal.Printer, node string, files watch.ChangeFiles,
 	options []string) (int, error) {
-	input, argv, err := planCommand(files, options)
+	input, argv, err := planCommand(ctx, files, options)
 	if err != nil {
 		return codeTrouble, err
 	}

@@ -4,6 +4,7 @@ import (
 	"cmp"
 	"context"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"slices"
 	"strconv"
@@ -12,7 +13,6 @@ import (
 
 	"github.com/verdict-proxy/verdict/internal/status"
 	"github.com/verdict-proxy/verdict/internal/terminal"
-	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
 // Exit statuses: all nodes are in order, one is not, one could not be asked.
@@ -30,8 +30,8 @@ func (r *Report) Code() int {
 	if r.Failed() > 0 {
 		return codeTrouble
 	}
-	for _, n := range r.Nodes {
-		if s := n.Status; s.First == nil || s.Failing != nil || s.Quarantined.Count > 0 || s.Drift.Open() {
+	for _, reasons := range r.Look() {
+		if LevelOf(reasons) == Wrong {
 			return codeDiffers
 		}
 	}
@@ -54,7 +54,9 @@ func (r *Report) Print(p *terminal.Printer) {
 		table = append(table, []string{n.Node, s.Version, s.Backend, fmt.Sprint(s.Services),
 			fmt.Sprintf("%.1fs", s.Pending.LagSeconds), fmt.Sprint(s.Quarantined.Count), fmt.Sprint(s.Ejected.Count),
 			driftOf(&s.Drift, s.Time)})
-		wrong = append(wrong, wrongOf(n.Node, s)...)
+		for _, reason := range reasonsOf(s) {
+			wrong = append(wrong, n.Node+": "+reason.Text)
+		}
 	}
 	printTable(p, table)
 	for _, line := range wrong {
@@ -95,25 +97,6 @@ func driftOf(d *status.Drift, now time.Time) string {
 	return "none"
 }
 
-// wrongOf lists what a node itself says is wrong.
-func wrongOf(node string, s *status.Status) (lines []string) {
-	if s.First == nil {
-		lines = append(lines, node+" has not programmed all Services yet")
-	}
-	if s.Failing != nil {
-		lines = append(lines, fmt.Sprintf("%s: transactions fail since %s: %s", node, clock(s.Failing.Since),
-			s.Failing.Error))
-	}
-	for _, q := range s.Quarantined.Services {
-		lines = append(lines, fmt.Sprintf("%s rejects %s since %s: %s", node, q.Service, clock(q.Since), q.Error))
-	}
-	if d := &s.Drift; d.FoundAt != nil && (d.Open() || s.Time.Sub(*d.FoundAt) < time.Minute) {
-		lines = append(lines, fmt.Sprintf("%s: another program changed the tables at %s: %s", node, clock(*d.FoundAt),
-			strings.Join(d.Last, "; ")))
-	}
-	return lines
-}
-
 func clock(t time.Time) string { return t.Local().Format("15:04") }
 
 func (r *Report) printDifferences(p *terminal.Printer) {
@@ -141,7 +124,7 @@ func (r *Report) printDifferences(p *terminal.Printer) {
 		if d.Behind {
 			why = " (behind the others)"
 		}
-		p.Line("  %s, since %s: %s%s", d.Service, clock(d.Since), named(d.Nodes), why)
+		p.Line("  %s, since %s: %s%s", d.Service, clock(d.Since), Named(d.Nodes), why)
 	}
 	if more := r.Differ - len(r.Differences); more > 0 {
 		p.Line("  and %s more", terminal.Plural(more, "Service"))
@@ -155,8 +138,8 @@ func have(nodes int) string {
 	return fmt.Sprintf("%d nodes have", nodes)
 }
 
-// named names the first few of many nodes.
-func named(nodes []string) string {
+// Named names the first few of many nodes.
+func Named(nodes []string) string {
 	const most = 5
 	text := strings.Join(nodes[:min(len(nodes), most)], ", ")
 	if more := len(nodes) - most; more > 0 {
@@ -165,10 +148,10 @@ func named(nodes []string) string {
 	return text
 }
 
-// PrintLed prints which Services lead to a pod.
-func PrintLed(p *terminal.Printer, pod snapshot.Name, led []Led) {
+// PrintLed prints which Services lead to a pod, or the text if there is none.
+func PrintLed(p *terminal.Printer, none string, led []Led) {
 	if len(led) == 0 {
-		p.Line("no Service of namespace %s leads to pod %s", pod.Namespace, pod.Name)
+		p.Line("%s", none)
 		return
 	}
 	table := [][]string{{"SERVICE", "ADDRESS", "PORTS", "STATE", "SLICE"}}
@@ -194,22 +177,75 @@ func (c *Cluster) TargetOn(ctx context.Context, node string) (Target, error) {
 	return targets[i], nil
 }
 
-// Compare runs verify or diff on every node, prints what they find, and returns the exit status.
-func (c *Cluster) Compare(ctx context.Context, p *terminal.Printer, command string, all bool) (int, error) {
+// compared runs verify, diff or compare on every node.
+func (c *Cluster) compared(ctx context.Context, command string, options ...string) ([]Result, string, error) {
 	targets, note, err := c.Targets(ctx)
+	if err != nil {
+		return nil, "", err
+	}
+	return c.Each(ctx, targets, func(t Target) []string {
+		argv := []string{command}
+		if command != "verify" {
+			argv = append(append(argv, "--in-cluster", "--hostname-override="+t.Node), t.Flags...)
+		}
+		return append(argv, options...)
+	}), note, nil
+}
+
+// Answers are what all nodes answer to one command, in the node's own JSON.
+type Answers struct {
+	Nodes []NodeAnswer `json:"nodes"`
+	// Notes say what is not known.
+	Notes []string `json:"notes,omitempty"`
+	code  int
+}
+
+// NodeAnswer is one of them, or why there is none.
+type NodeAnswer struct {
+	Node   string          `json:"node"`
+	Error  string          `json:"error,omitempty"`
+	Answer json.RawMessage `json:"answer,omitempty"`
+}
+
+// Code returns the exit status.
+func (a *Answers) Code() int { return a.code }
+
+// CompareJSON runs verify, diff or compare on every node, and returns their answers.
+func (c *Cluster) CompareJSON(ctx context.Context, command string) (*Answers, error) {
+	results, note, err := c.compared(ctx, command, "-o", "json")
+	if err != nil {
+		return nil, err
+	}
+	a := &Answers{}
+	if note != "" {
+		a.Notes = append(a.Notes, note)
+	}
+	for _, r := range results {
+		n := NodeAnswer{Node: r.Node}
+		err := r.failure(codeSame, codeDiffers)
+		if err == nil && !json.Valid(r.Stdout) {
+			err = errors.New("the answer is no JSON")
+		}
+		if err != nil {
+			n.Error, a.code = err.Error(), codeTrouble
+		} else {
+			n.Answer, a.code = r.Stdout, max(a.code, r.Code)
+		}
+		a.Nodes = append(a.Nodes, n)
+	}
+	return a, nil
+}
+
+// Compare runs verify, diff or compare on every node, prints what they find, and returns the exit status.
+func (c *Cluster) Compare(ctx context.Context, p *terminal.Printer, command string, all bool) (int, error) {
+	var options []string
+	if all && command != "compare" { // compare prints all there is
+		options = append(options, "--all")
+	}
+	results, note, err := c.compared(ctx, command, options...)
 	if err != nil {
 		return codeTrouble, err
 	}
-	results := c.Each(ctx, targets, func(t Target) []string {
-		argv := []string{command}
-		if command == "diff" {
-			argv = append(append(argv, "--in-cluster", "--hostname-override="+t.Node), t.Flags...)
-		}
-		if all {
-			argv = append(argv, "--all")
-		}
-		return argv
-	})
 	code, same := codeSame, 0
 	for _, r := range results {
 		err := r.failure(codeSame, codeDiffers)
@@ -235,7 +271,7 @@ func (c *Cluster) Compare(ctx context.Context, p *terminal.Printer, command stri
 func printLines(p *terminal.Printer, lines []string, all bool) {
 	for i, line := range lines {
 		if i == maxLines && !all {
-			p.Line("  and %d more lines (--all)", len(lines)-i)
+			p.Line("  and %s (--all)", terminal.Plural(len(lines)-i, "more line"))
 			return
 		}
 		p.Line("  %s", line)
@@ -360,6 +396,21 @@ func (t *adding) add(s *TopPort) {
 			p.Endpoints[k].Nodes++
 		}
 	}
+}
+
+// MarshalJSON says of nodes without an answer why there is none.
+func (t *Top) MarshalJSON() ([]byte, error) {
+	out := struct {
+		Nodes     int          `json:"nodes"`
+		Rate      float64      `json:"rate"`
+		PortCount int          `json:"portCount"`
+		Ports     []TopPort    `json:"ports"`
+		Failed    []NodeAnswer `json:"failed,omitempty"`
+	}{Nodes: t.Nodes, Rate: t.Rate, PortCount: t.PortCount, Ports: t.Ports}
+	for _, r := range t.Failed {
+		out.Failed = append(out.Failed, NodeAnswer{Node: r.Node, Error: r.Err.Error()})
+	}
+	return json.Marshal(out)
 }
 
 // Code returns the exit status.

@@ -192,18 +192,17 @@ func (b *barrier) wait(s *stream, asked *everywhere.Wait) {
 	timeout := min(time.Duration(asked.Milliseconds)*time.Millisecond, everywhere.MaxTimeout)
 	w := &waiter{stream: s, id: asked.ID, begin: now, until: now.Add(timeout), why: "the API has not been read yet"}
 	crowded := everywhere.Answer{Why: "too many wait in the cluster"}
-	leave, ok := b.room.Enter(n.Namespace, func() { b.answer(w, crowded, outcomeCrowded) })
-	b.mu.Lock()
-	if !ok || s.waits[w.id] != nil || len(s.waits) >= maxOfNode || !s.mayWait(now) {
+	b.mu.Lock() // before Enter: a waiter may lose its place at once, and evict must find it complete
+	ok := s.waits[w.id] == nil && len(s.waits) < maxOfNode && s.mayWait(now)
+	if ok { // otherwise it would take somebody's place for nothing
+		w.leave, ok = b.room.Enter(n.Namespace, func() { b.answer(w, crowded, outcomeCrowded) })
+	}
+	if !ok {
 		b.count(w, outcomeCrowded)
 		b.mu.Unlock()
-		if ok {
-			leave()
-		}
 		b.send(w, crowded)
 		return
 	}
-	w.leave = leave
 	s.waits[w.id] = w
 	svc := b.services[n]
 	if svc == nil {
@@ -317,7 +316,7 @@ func (b *barrier) read(ctx context.Context, svc *service, batch []*waiter) (agai
 	}
 	if state.nothing != "" {
 		for _, w := range batch {
-			b.answer(w, everywhere.Answer{Why: state.nothing}, outcomeNothing)
+			b.answer(w, everywhere.Answer{Nothing: true, Why: state.nothing}, outcomeNothing)
 		}
 		return 0
 	}
@@ -527,7 +526,7 @@ func (b *barrier) cancel(s *stream, id uint64) {
 // answer answers a waiter, unless that has happened.
 func (b *barrier) answer(w *waiter, a everywhere.Answer, outcome string) {
 	b.mu.Lock()
-	if w.done || w.service == nil {
+	if w.done {
 		b.mu.Unlock()
 		return
 	}
@@ -601,7 +600,7 @@ func (b *barrier) countGreeting(accepted bool) {
 	}
 }
 
-// Stats returns what was counted so far.
+// snapshot returns what was counted so far.
 func (b *barrier) snapshot() Stats {
 	b.mu.Lock()
 	defer b.mu.Unlock()

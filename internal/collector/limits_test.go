@@ -7,6 +7,7 @@ import (
 	"log/slog"
 	"net"
 	"strings"
+	"sync"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -235,5 +236,40 @@ func TestRound(t *testing.T) {
 	r.excuse("c")
 	if fmt.Sprint(r.missingNodes(), r.gone, r.left) != "[a] [c] 1" || r.waitsFor("b") || !r.waitsFor("a") {
 		t.Errorf("%+v", r)
+	}
+}
+
+// TestEvictedAtOnce: a waiter whose place another one takes just as it comes is answered, and does not wait without a
+// place.
+func TestEvictedAtOnce(t *testing.T) {
+	b := newBarrier(noCluster{}, slog.New(slog.DiscardHandler), nil)
+	b.room = everywhere.NewRoom(2)
+	var streams []*stream
+	for i := range 8 {
+		streams = append(streams, silent(t, fmt.Sprint("n", i)))
+	}
+	for round := range 2000 {
+		var all sync.WaitGroup
+		for i, s := range streams {
+			all.Go(func() {
+				service := fmt.Sprintf("namespace-%d-%d/cart", round, i/2)
+				b.wait(s, &everywhere.Wait{ID: 1, Service: service, Milliseconds: 60_000})
+			})
+			all.Go(func() { b.snapshot() }) // so that they have to wait for the lock
+		}
+		all.Wait()
+		testkit.Eventually(t, 10*time.Second, "only those with a place wait", func() bool {
+			b.mu.Lock()
+			defer b.mu.Unlock()
+			waiting := 0
+			for _, s := range streams {
+				waiting += len(s.waits)
+			}
+			return waiting == b.room.Taken()
+		})
+		for _, s := range streams {
+			b.part(s)
+			s.pace = pace{}
+		}
 	}
 }

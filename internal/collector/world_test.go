@@ -128,7 +128,7 @@ func (n *node) tryAsk(ctx context.Context, service string, timeout time.Duration
 	}
 	defer got.Body.Close()
 	body, err := io.ReadAll(got.Body)
-	if a.code = got.StatusCode; err == nil && a.code == http.StatusOK {
+	if a.code = got.StatusCode; err == nil && json.Valid(body) {
 		err = json.Unmarshal(body, &a)
 	}
 	return a, err

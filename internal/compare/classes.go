@@ -23,6 +23,12 @@ const (
 	// UnusedPort is a port of a Service's address that no Service has, and Unallocated an address of a ServiceCIDR.
 	UnusedPort  Kind = "unused port"
 	Unallocated Kind = "unallocated address"
+	// These are addresses that no Service has, at ports that none has: this node's own, and one beside it, where another
+	// node may be; pods', and the API server's. Nobody may refuse them, in whatever range they are.
+	OwnAddress       Kind = "own address"
+	NeighbourAddress Kind = "address beside the node's"
+	PodAddress       Kind = "pod's address"
+	APIServerAddress Kind = "API server's address"
 	// Unknown is a destination that rules name, and the objects do not.
 	Unknown Kind = "destination of rules alone"
 )
@@ -223,6 +229,11 @@ func destinations(n *node, o *objects, sides []Side) []destination {
 			}
 		}
 	}
+	g.addOtherProtocols()
+	if o != nil {
+		g.addEndpoints(o)
+	}
+	g.addHosts()
 	g.addUnusedPorts()
 	g.addUnallocated()
 	list := make([]destination, 0, len(g.all))
@@ -247,6 +258,9 @@ func (g *gathering) addObjects(o *objects) {
 		g.add(d)
 	})
 	for _, r := range o.state.ServiceCIDRs {
+		g.ranges = append(g.ranges, packets.Interval{First: r.Masked().Addr(), Last: lastAddr(r)})
+	}
+	for _, r := range o.state.SharedRanges {
 		g.ranges = append(g.ranges, packets.Interval{First: r.Masked().Addr(), Last: lastAddr(r)})
 	}
 }
@@ -287,18 +301,113 @@ func (o *objects) eachDestination(do func(destination)) {
 	}
 }
 
+// addOtherProtocols adds the lowest port in use of each address, for the protocols that do not have it.
+func (g *gathering) addOtherProtocols() {
+	lowest := map[netip.Addr]uint16{}
+	for k := range g.all {
+		if port, seen := lowest[k.Addr]; !seen || k.Port < port {
+			lowest[k.Addr] = k.Port
+		}
+	}
+	for a, port := range lowest {
+		kind := UnusedPort
+		if slices.Contains(g.node.addrs, a) {
+			kind = OwnAddress
+		}
+		for _, p := range transports {
+			g.add(destination{key: packets.Key{Addr: a, Protocol: p, Port: port}, kind: kind})
+		}
+	}
+}
+
 // addUnusedPorts adds an unused port of each address of a Service, for each protocol.
 func (g *gathering) addUnusedPorts() {
 	for a := range g.addrs {
-		if slices.Contains(g.node.addrs, a) {
-			continue // any port of the host may be in use
+		if !slices.Contains(g.node.addrs, a) { // those have been added
+			g.addUnused(a, UnusedPort)
 		}
-		for _, p := range []packets.Protocol{packets.TCP, packets.UDP, packets.SCTP} {
-			k := packets.Key{Addr: a, Protocol: p, Port: 7}
-			for _, used := g.all[k]; used; _, used = g.all[k] {
-				k.Port++
+	}
+}
+
+var transports = [...]packets.Protocol{packets.TCP, packets.UDP, packets.SCTP}
+
+// addUnused adds the first port that nobody has at an address, for each protocol.
+func (g *gathering) addUnused(a netip.Addr, kind Kind) {
+	for _, p := range transports {
+		k := packets.Key{Addr: a, Protocol: p, Port: 7}
+		for _, used := g.all[k]; used; _, used = g.all[k] {
+			k.Port++
+		}
+		g.add(destination{key: k, kind: kind})
+	}
+}
+
+// addHosts adds what no Service may take from hosts and pods: this node's addresses, each with one beside it, and one
+// of a pod. Beside it, a node port is asked for, too.
+func (g *gathering) addHosts() {
+	for _, a := range g.node.addrs {
+		f := ipfamily.Of(a)
+		if a.Is6() && (a.IsLoopback() || a.IsLinkLocalUnicast()) {
+			continue
+		}
+		g.addUnused(a, OwnAddress)
+		if a.IsLoopback() {
+			continue
+		}
+		for _, beside := range []netip.Addr{a.Next(), a.Prev()} {
+			if !beside.IsValid() || g.addrs[beside] || slices.Contains(g.node.addrs, beside) {
+				continue
 			}
-			g.add(destination{key: k, kind: UnusedPort})
+			g.addUnused(beside, NeighbourAddress)
+			if port := g.lowestPort(f); port.Port != 0 {
+				port.Addr = beside
+				g.add(destination{key: port, kind: NeighbourAddress})
+			}
+			break
+		}
+	}
+	for f := range g.node.senders {
+		for _, s := range g.node.senders[f] {
+			if s.kind == FromOtherPod && !g.addrs[s.addr.Prev()] {
+				g.addUnused(s.addr.Prev(), PodAddress)
+			}
+		}
+	}
+}
+
+// lowestPort returns one of the ports at every address of this host; the zero Key if there is none.
+func (g *gathering) lowestPort(f ipfamily.Family) (low packets.Key) {
+	for k := range g.ports[f] {
+		if low.Port == 0 || k.Port < low.Port || k.Port == low.Port && k.Protocol < low.Protocol {
+			low = k
+		}
+	}
+	return low
+}
+
+// addEndpoints adds the first endpoint of each family on this node and elsewhere, and the API server's.
+func (g *gathering) addEndpoints(o *objects) {
+	type place struct {
+		family ipfamily.Family
+		local  bool
+	}
+	first := map[place]netip.Addr{}
+	for name, svc := range o.state.Services {
+		for _, sp := range svc.Ports {
+			for _, ep := range sp.Serving {
+				a, at := ep.Addr(), place{ipfamily.Of(ep.Addr()), ep.Local}
+				if name == dataplane.KubernetesService && !g.addrs[a] {
+					g.addUnused(a, APIServerAddress)
+				}
+				if low, seen := first[at]; !seen || a.Less(low) {
+					first[at] = a
+				}
+			}
+		}
+	}
+	for _, a := range first {
+		if !g.addrs[a] && !slices.Contains(g.node.addrs, a) {
+			g.addUnused(a, PodAddress)
 		}
 	}
 }

@@ -82,6 +82,8 @@ type Difference struct {
 	frontend *frontend
 	// host says that the destination is an address of this host, and balancer that it is a load balancer's.
 	host, balancer bool
+	// shared says that something other than Services has addresses around the destination.
+	shared bool
 	// bridge says that the sender is this node, by an address among the pods'.
 	bridge   bool
 	outcomes [2][]packets.Outcome
@@ -286,7 +288,7 @@ func (p *part) note(d *destination, s sender, packet packets.Packet, remembered 
 	same, explained := true, true
 	for i := range all {
 		p.digestOutcomes(all[i])
-		if i == 0 || equal(all[0], all[i]) {
+		if i == 0 || equal(all[0], all[i], p.sides[0].isKubeProxy() || p.sides[i].isKubeProxy()) {
 			continue
 		}
 		same = false
@@ -300,6 +302,7 @@ func (p *part) note(d *destination, s sender, packet packets.Packet, remembered 
 				diff.frontend = &fe
 			}
 			diff.balancer = p.objects.balancers[d.key.Addr]
+			diff.shared = !p.objects.state.Refuses(d.key.Addr, nil)
 		}
 		diff.Reason = reasonOf(diff)
 		explained = explained && diff.Reason != ""
@@ -316,10 +319,23 @@ func (p *part) note(d *destination, s sender, packet packets.Packet, remembered 
 	return true
 }
 
-// equal reports whether two sides do the same.
-func equal(a, b []packets.Outcome) bool {
-	return slices.EqualFunc(a, b, func(a, b packets.Outcome) bool { return a.Ending == b.Ending && a.Chance == b.Chance })
+// equal reports whether two sides do the same. kube-proxy refuses TCP by an ICMP error, and Verdict by a reset: who
+// opens a connection is told "refused" by both.
+func equal(a, b []packets.Outcome, kubeProxy bool) bool {
+	return slices.EqualFunc(a, b, func(a, b packets.Outcome) bool {
+		for _, e := range []*packets.Outcome{&a, &b} {
+			if kubeProxy && e.Reject == tcpReset {
+				e.Reject = "icmp port-unreachable"
+			}
+		}
+		return a.Ending == b.Ending && a.Chance == b.Chance
+	})
 }
+
+const tcpReset = "tcp reset"
+
+// isKubeProxy says whether a side is one of kube-proxy's modes.
+func (s *Side) isKubeProxy() bool { return s.Name == NFTables || s.Name == IPTables }
 
 // digestOutcomes adds outcomes to the digest.
 func (p *part) digestOutcomes(list []packets.Outcome) {

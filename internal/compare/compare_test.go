@@ -65,7 +65,7 @@ func load(t testing.TB, path string, args ...string) manifest {
 	labtest.Check(t, err)
 	policy := s.Policy
 	policy.NodeName = s.NodeName
-	snap, _, err := watch.Load(path, policy.NodeName)
+	snap, _, err := watch.Load(t.Context(), path, policy.NodeName)
 	labtest.Check(t, err)
 	addrs := append(slices.Clone(snap.Node.Addresses), netip.MustParseAddr("127.0.0.1"))
 	for _, cidr := range policy.DetectLocal.ClusterCIDRs {
@@ -165,5 +165,40 @@ func TestSlots(t *testing.T) {
 	report(t, r)
 	if !r.OK() || r.Explained == 0 || len(r.Groups) == 0 || r.Groups[0].Reason != "slots" {
 		t.Errorf("%d are explained, %d are not", r.Explained, r.Unexplained)
+	}
+}
+
+// TestLockedNode: rules that refuse by range what is addressed to the node itself, to one beside it, to a pod or to the
+// API server are not the same as the objects, nor as a proxy that leaves such packets alone.
+func TestLockedNode(t *testing.T) {
+	m := load(t, "../../cmd/verdict/testdata/render/shared-ranges.yaml", "--hostname-override", "node-1", "--cluster-cidr",
+		"10.98.0.0/16,fd00:10:244::/48")
+	h := write(t, m.state)
+	compared := func() *compare.Result {
+		r, err := compare.Compare(compare.Input{Host: m.host, Pods: podsOf(m.state), State: m.state,
+			Sides: []compare.Side{compare.NewSide(compare.Verdict, read(t, h, "verdict", m.host))}})
+		labtest.Check(t, err)
+		report(t, r)
+		return r
+	}
+	if r := compared(); r.Same != r.Classes {
+		t.Errorf("%d of %d classes are the same", r.Same, r.Classes)
+	}
+	// Rules like those of an earlier version, which did not ask whose address it is.
+	for _, family := range []string{"ip", "ip6"} {
+		table := family + " verdict "
+		labtest.Run(t, h, "flush chain "+table+"silent-cluster-ip\nadd rule "+table+"silent-cluster-ip counter reject\n"+
+			"flush chain "+table+"unallocated\nadd rule "+table+"unallocated counter drop\n", "nft", "-f", "-")
+	}
+	r := compared()
+	differ := map[compare.Kind]bool{}
+	for _, g := range r.Groups {
+		differ[g.Kind] = differ[g.Kind] || g.Reason == ""
+	}
+	for _, k := range []compare.Kind{compare.OwnAddress, compare.NeighbourAddress, compare.PodAddress,
+		compare.APIServerAddress} {
+		if !differ[k] || r.OK() {
+			t.Errorf("no class of kind %q differs", k)
+		}
 	}
 }

@@ -74,7 +74,9 @@ func (o *objects) Walk(p packets.Packet, m packets.Memory, asked *packets.Asked)
 	one := func(v packets.Verdict) ([]packets.Outcome, error) {
 		e := packets.Ending{Verdict: v}
 		if v == packets.Rejected {
-			e.Reject = "icmp port-unreachable"
+			if e.Reject = "icmp port-unreachable"; p.Protocol == packets.TCP {
+				e.Reject = tcpReset
+			}
 		}
 		return []packets.Outcome{{Ending: e, Chance: packets.Certain}}, nil
 	}
@@ -86,11 +88,13 @@ func (o *objects) Walk(p packets.Packet, m packets.Memory, asked *packets.Asked)
 	inRange := func(r netip.Prefix) bool { return r.Contains(to) }
 	switch {
 	case found:
+	case !o.state.Refuses(to, o.host):
+		return one(packets.Untouched)
 	case o.clusterIPs[to]:
 		return one(packets.Rejected)
 	case slices.ContainsFunc(o.state.ServiceCIDRs, inRange):
 		return one(packets.Dropped)
-	case o.balancers[to] && !node && !pod && !slices.Contains(o.host, to):
+	case o.balancers[to] && !node && !pod:
 		return one(packets.Rejected)
 	default:
 		return one(packets.Untouched)
@@ -149,7 +153,7 @@ func (o *objects) endpoints(p packets.Packet, fe *frontend, r *dataplane.Route, 
 func (o *objects) digest() (sum [sha256.Size]byte) {
 	h := sha256.New()
 	s := o.state
-	fmt.Fprintln(h, s.Pods4, s.Pods6, s.MasqueradeAll, s.ServiceCIDRs, s.LocalhostNodePorts)
+	fmt.Fprintln(h, s.Pods4, s.Pods6, s.MasqueradeAll, s.ServiceCIDRs, s.SharedRanges, s.LocalhostNodePorts)
 	for _, n := range sortedNames(s) {
 		svc := s.Services[n]
 		fmt.Fprintln(h, n, svc.ClusterIPs, svc.LoadBalancerIPs, svc.HealthCheckNodePort)

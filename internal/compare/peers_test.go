@@ -42,7 +42,7 @@ oomScoreAdj: 0
 // TestKubeProxy has real kube-proxies of two versions and both modes program the same objects, and compares every class
 // of packets with the objects. Every difference must have a reason, and Verdict itself must have none.
 func TestKubeProxy(t *testing.T) {
-	plane, host, programs := startPlane(t)
+	plane, host, programs := startPlane(t, "kube-proxy", "kube-proxy-1.36")
 	create(t, plane.Client)
 	m := load(t, readBack(t, plane.Client), "--hostname-override", "node-1", "--cluster-cidr",
 		"10.244.0.0/16,fd00:10:244::/48", "--nodeport-addresses",
@@ -62,6 +62,26 @@ func TestKubeProxy(t *testing.T) {
 				}
 			})
 		}
+	}
+}
+
+// TestAsKubeProxy: told to behave as kube-proxy, Verdict does with every class of packets what kube-proxy 1.37 does in
+// the same mode.
+func TestAsKubeProxy(t *testing.T) {
+	plane, host, programs := startPlane(t, "kube-proxy")
+	create(t, plane.Client)
+	file := readBack(t, plane.Client)
+	const mode = "nftables"
+	m := load(t, file, "--hostname-override", "node-1", "--cluster-cidr", "10.244.0.0/16,fd00:10:244::/48",
+		"--nodeport-addresses", "192.0.2.10/32,2001:db8:2::10/128,127.0.0.0/8,10.244.0.1/32",
+		"--proxy-mode", mode, "--behavior", "kube-proxy")
+	ours := compare.NewSide(compare.Verdict, read(t, write(t, m.state), "verdict", m.host))
+	r, err := compare.Compare(compare.Input{Host: m.host, Pods: podsOf(m.state), State: m.state,
+		Sides: []compare.Side{ours, settled(t, host, plane, programs[2], mode, m.host)}})
+	labtest.Check(t, err)
+	report(t, r)
+	if r.Same != r.Classes || r.Same < 1000 {
+		t.Errorf("mode %s: %d of %d classes are the same", mode, r.Same, r.Classes)
 	}
 }
 
@@ -107,11 +127,11 @@ func sideOf(t *testing.T, h *lab.Host, mode string, addrs []netip.Addr) compare.
 }
 
 // startPlane starts a control plane on a host that is the node, too, and gives the programs: etcd, kube-apiserver and
-// two kube-proxies.
-func startPlane(t *testing.T) (*control.Plane, *lab.Host, []string) {
+// some kube-proxies.
+func startPlane(t *testing.T, proxies ...string) (*control.Plane, *lab.Host, []string) {
 	t.Helper()
-	out, err := exec.Command("../../conformance/peers/build", "etcd", "kube-apiserver", "kube-proxy",
-		"kube-proxy-1.36").Output()
+	out, err := exec.Command("../../conformance/peers/build", append([]string{"etcd", "kube-apiserver"},
+		proxies...)...).Output()
 	labtest.Check(t, err)
 	programs := strings.Fields(string(out))
 	host := labtest.NewHost(t, labtest.NewNet(t), "node")

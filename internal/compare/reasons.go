@@ -24,6 +24,12 @@ var Reasons = []Reason{
 	{"node-port-addresses", "node ports answer at other addresses of this node: kube-proxy and Verdict read " +
 		"nodePortAddresses differently, or read the node's addresses at different times (docs/decisions/0004-node-ports.md)",
 		func(d *Difference) bool { return d.Kind == NodePort && d.host && d.aUntouched() }},
+	{"shared-range", "something other than Services has addresses in this part of a ServiceCIDR, where Verdict refuses " +
+		"nothing (docs/decisions/0032-shared-ranges.md)",
+		func(d *Difference) bool {
+			return d.shared && d.frontend == nil && (d.has(packets.Rejected) || d.has(packets.Dropped)) &&
+				len(d.outcomes[0]) == 1 && d.outcomes[0][0].Verdict == packets.Untouched
+		}},
 	{"iptables-unused-port", "kube-proxy's iptables mode does not reject packets to unused ports of cluster IPs",
 		func(d *Difference) bool {
 			return d.Kind == UnusedPort && d.between(IPTables) && d.has(packets.Rejected) && d.aUntouched() && !d.balancer

@@ -42,7 +42,8 @@ func load(file string, text []byte, flags *Flags, last *Settings) (*Settings, []
 	c := &r.doc.KubeProxy
 	c.NodePortAddresses, c.IPVS.ExcludeCIDRs = emptyToNil(c.NodePortAddresses), emptyToNil(c.IPVS.ExcludeCIDRs)
 	notes := flags.override(r.doc)
-	r.doc.setDefaults()
+	named := r.doc.Verdict.IPVS == ipvsAlways
+	r.doc.setDefaults(r.behavior(last))
 	r.check()
 	if err := r.resolve(last); err != nil {
 		return nil, nil, err
@@ -50,8 +51,22 @@ func load(file string, text []byte, flags *Flags, last *Settings) (*Settings, []
 	r.reportIneffective()
 	slices.SortStableFunc(r.problems, func(a, b *Problem) int { return a.Line - b.Line })
 	s := r.doc.settings()
-	s.Client.Master = flags.master()
+	s.Client.Master, s.IPVSNamed = flags.master(), named
 	return s, append(r.problems, notes...), nil
+}
+
+// behavior returns the behavior that the document asks for. An invalid one is replaced as in resolve: the other fields'
+// defaults depend on it.
+func (r *loader) behavior(last *Settings) string {
+	switch b := r.doc.Verdict.Behavior; {
+	case b == behaviorVerdict, b == behaviorKubeProxy:
+		return b
+	case b == "" && !r.rejected[verdictKind+".behavior"]:
+		return behaviorVerdict
+	case last != nil:
+		return last.Document.Verdict.Behavior
+	}
+	return cautious().Verdict.Behavior
 }
 
 // emptyToNil treats an empty list as unset, as kube-proxy does.
@@ -204,8 +219,8 @@ func (r *loader) resolve(last *Settings) error {
 	if kubeconfig != "" && from != "" {
 		flagErrors = append(flagErrors, errors.New(from+" and "+kubeconfig+" exclude each other"))
 	}
-	defaults := &Document{}
-	defaults.setDefaults()
+	defaults, careful := &Document{}, cautious()
+	defaults.setDefaults(behaviorVerdict)
 	dropped := map[string][]int{} // entries to be left out
 	for _, c := range r.fieldErrors {
 		if flag := r.flags.flagAtFault(&c); flag != "" {
@@ -227,7 +242,11 @@ func (r *loader) resolve(last *Settings) error {
 			r.doc.KubeProxy.NodePortAddresses = []string{}
 			p.Then = "node ports answer nowhere"
 		default:
-			p.Then = r.fallBack(c, defaults, "the defaults are used", "the default is used, ", "it is treated as unset")
+			from, one := defaults, "the default is used, "
+			if len(c.with) == 0 && !careful.equal(c.at, defaults) {
+				from, one = careful, "what changes least is used, "
+			}
+			p.Then = r.fallBack(c, from, "the defaults are used", one, "it is treated as unset")
 		}
 		r.problems = append(r.problems, p)
 	}
@@ -313,7 +332,7 @@ func (r *loader) report(s Severity, p path, text string) {
 func (r *loader) reportIneffective() {
 	c := &r.doc.KubeProxy
 	defaults := &Document{}
-	defaults.setDefaults()
+	defaults.setDefaults(behaviorVerdict)
 	if r.kubeProxy != nil {
 		r.reportMode()
 	}

@@ -162,7 +162,8 @@ func TestNothingOpens(t *testing.T) {
 		"nodePortAddresses: [10.0.0.0]\n":                     {{}},
 		"nodePortAddresses: [x, 10.0.0.0/8]\n":                prefixes("10.0.0.0/8"),
 		"nodePortAddresses: [primary, 10.0.0.0/8]\n":          prefixes("10.0.0.0/8"),
-		"nodePortAddresses: [\"::ffff:10.0.0.0/104\"]\n":      {{}},
+		"nodePortAddresses: [\"::ffff:10.0.0.0/104\"]\n":      prefixes("10.0.0.0/8"),
+		"nodePortAddresses: [\"::ffff:10.0.0.0/129\"]\n":      {{}},
 		"nodePortAddresses: [010.000.000.001/8, \"::1/128\"]": prefixes("10.0.0.0/8", "::1/128"),
 	} {
 		s, _ := loadText(t, head+"mode: nftables\n"+text)
@@ -280,6 +281,61 @@ func TestIPVSAddresses(t *testing.T) {
 	}
 	if s, _ := loadText(t, head+"mode: nftables\n"); s.Policy.IPVS.Addresses != nil {
 		t.Errorf("by default %v", s.Policy.IPVS.Addresses)
+	}
+}
+
+// TestDoubtfulChangesLess: at the start, an invalid value leaves more as it is with kube-proxy than the default does.
+// Later, what is in force stays, also of fields whose default depends on an invalid one.
+func TestDoubtfulChangesLess(t *testing.T) {
+	own := func(text string) string {
+		return head + "mode: nftables\n---\napiVersion: verdict/v1alpha1\nkind: VerdictConfiguration\n" + text
+	}
+	const onn = "secondChance: onn\npingServices: no way\nrejectUnusedPorts: 1\ntakeover: later\nipvs: often\n"
+	s, said := loadText(t, own(onn))
+	if p := s.Policy; p.SecondChance != snapshot.SecondChanceOff || p.PingServices || p.RejectUnusedPorts ||
+		p.AsKubeProxy || p.IPVS.Mode != dataplane.IPVSNever || s.Takeover != "never" || len(said) != 5 {
+		t.Errorf("%+v, takeover %s, %q", p, s.Takeover, said)
+	}
+	kubeProxy, _ := loadText(t, own("behavior: kube-proxy\n"))
+	for _, behavior := range []string{"kube-poxy", "[kube-proxy]"} {
+		s, said = loadText(t, own("behavior: "+behavior+"\n"))
+		if !reflect.DeepEqual(s.Policy, kubeProxy.Policy) || len(said) != 1 {
+			t.Errorf("behavior %s: %+v\nwant %+v; %q", behavior, s.Policy, kubeProxy.Policy, said)
+		}
+	}
+	verdict, _ := loadText(t, own(""))
+	for _, last := range []*Settings{verdict, kubeProxy} {
+		s, problems, err := load("f", []byte(own("behavior: kube-poxy\n")), nil, last)
+		if err != nil || !reflect.DeepEqual(s.Policy, last.Policy) || len(problems) != 1 {
+			t.Errorf("after %+v: %+v; %v, %v", last.Policy, s.Policy, problems, err)
+		}
+	}
+}
+
+// TestIPVSNamed: who names always for IPVS gets it or an error. The mode ipvs, as kube-proxy's configuration has it,
+// only asks for it.
+func TestIPVSNamed(t *testing.T) {
+	const own = "---\napiVersion: verdict/v1alpha1\nkind: VerdictConfiguration\nipvs: "
+	for _, c := range []struct {
+		text, flag string
+		mode       dataplane.IPVSMode
+		named      bool
+	}{
+		{"mode: ipvs\n", "", dataplane.IPVSAlways, false},
+		{"mode: ipvs\n" + own + "always\n", "", dataplane.IPVSAlways, true},
+		{"mode: nftables\n" + own + "always\n", "", dataplane.IPVSAlways, true},
+		{"mode: nftables\n" + own + "always\n", "--ipvs=auto", dataplane.IPVSAuto, false},
+		{"mode: nftables\n", "--ipvs=always", dataplane.IPVSAlways, true},
+		{"mode: ipvs\n" + own + "auto\n", "", dataplane.IPVSAuto, false},
+	} {
+		var args []string
+		if c.flag != "" {
+			args = append(args, c.flag)
+		}
+		s, said := loadText(t, head+c.text, args...)
+		if s.Policy.IPVS.Mode != c.mode || s.IPVSNamed != c.named {
+			t.Errorf("%q, %s: mode %d, named %v: %v", c.text, c.flag, s.Policy.IPVS.Mode, s.IPVSNamed, said)
+		}
 	}
 }
 
@@ -540,4 +596,41 @@ func FuzzLoad(f *testing.F) {
 			t.Fatalf("kube-proxy has\n%+v\nwe have\n%+v\nand %v", theirs, &r.doc.KubeProxy, r.fieldErrors)
 		}
 	})
+}
+
+// TestBehavior: with kube-proxy, everything is off that differs by default, in each mode as there; what the file or a
+// flag says wins.
+func TestBehavior(t *testing.T) {
+	const own = "---\napiVersion: verdict/v1alpha1\nkind: VerdictConfiguration\nbehavior: kube-proxy\n"
+	for _, c := range []struct {
+		text                         string
+		chance                       snapshot.SecondChance
+		ping, ports, localhost, like bool
+	}{
+		{"mode: nftables\n", snapshot.SecondChanceOn, true, true, true, false},
+		{"mode: nftables\n" + own, snapshot.SecondChanceOff, false, false, false, true},
+		{"mode: ipvs\n" + own, snapshot.SecondChanceOff, false, false, false, true},
+		{"mode: iptables\n" + own, snapshot.SecondChanceOff, false, false, true, true},
+		{"mode: nftables\niptables: {localhostNodePorts: true}\n" + own + "secondChance: observe\npingServices: true\n" +
+			"rejectUnusedPorts: true\n", snapshot.SecondChanceObserve, true, true, true, true},
+	} {
+		s, _ := loadText(t, head+c.text)
+		p := s.Policy
+		if p.SecondChance != c.chance || p.PingServices != c.ping || p.RejectUnusedPorts != c.ports ||
+			p.LocalhostNodePorts != c.localhost || p.AsKubeProxy != c.like {
+			t.Errorf("%q: %+v", c.text, p)
+		}
+	}
+	four, six := netip.MustParsePrefix("0.0.0.0/0"), netip.MustParsePrefix("::/0")
+	for list, want := range map[string][]netip.Prefix{
+		"[10.0.0.0/8]":          {netip.MustParsePrefix("10.0.0.0/8"), six},
+		"[fd00::/8]":            {netip.MustParsePrefix("fd00::/8"), four},
+		`[10.0.0.0/8, "::/0"]`:  {netip.MustParsePrefix("10.0.0.0/8"), six},
+		"[primary, 10.0.0.0/8]": {netip.MustParsePrefix("10.0.0.0/8")},
+	} {
+		if s, _ := loadText(t, head+"mode: nftables\nnodePortAddresses: "+list+"\n"+own); !slices.Equal(
+			s.Policy.NodePortAddresses, want) {
+			t.Errorf("%s: %v", list, s.Policy.NodePortAddresses)
+		}
+	}
 }

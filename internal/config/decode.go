@@ -13,6 +13,8 @@ import (
 	"k8s.io/apimachinery/pkg/api/resource"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	logsapi "k8s.io/component-base/logs/api/v1"
+
+	"github.com/verdict-proxy/verdict/internal/nearest"
 )
 
 // decoder decodes a document into a Go value, field by field. The decoders of encoding/json and Kubernetes stop at the
@@ -99,7 +101,7 @@ func (d *decoder) decodeStruct(p path, in any, out reflect.Value) {
 			continue // it is quite another file
 		}
 		text := "unknown field, ignored"
-		if like := nearest(name, slices.Sorted(maps.Keys(known))); like != "" {
+		if like := nearest.Of(name, slices.Sorted(maps.Keys(known))); like != "" {
 			text += " (did you mean " + like + "?)"
 		}
 		d.reportHere(Warning, p.key(name), text)
@@ -218,41 +220,4 @@ func describe(in any) string {
 		return v.String()
 	}
 	return clip(fmt.Sprint(in))
-}
-
-// nearest returns the known name most similar to a given one, or "".
-func nearest(name string, names []string) string {
-	best, least := "", 3
-	for _, n := range names {
-		if strings.EqualFold(n, name) {
-			return n
-		}
-		if d := distance(name, n); d < least && d < len(name)/2 {
-			best, least = n, d
-		}
-	}
-	return best
-}
-
-// distance is the number of letters to add, leave out or replace that make one name the other (Levenshtein).
-func distance(a, b string) int {
-	if len(a) > maxQuoted || len(b) > maxQuoted {
-		return maxQuoted
-	}
-	row := make([]int, len(b)+1)
-	for j := range row {
-		row[j] = j
-	}
-	for i := range len(a) {
-		diagonal := row[0]
-		row[0] = i + 1
-		for j := range len(b) {
-			cost := 1
-			if a[i] == b[j] {
-				cost = 0
-			}
-			diagonal, row[j+1] = row[j+1], min(row[j+1]+1, row[j]+1, diagonal+cost)
-		}
-	}
-	return row[len(b)]
 }

@@ -10,6 +10,8 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	logsapi "k8s.io/component-base/logs/api/v1"
 	"k8s.io/kube-proxy/config/v1alpha1"
+
+	"github.com/verdict-proxy/verdict/internal/sloppy"
 )
 
 // DefaultCounterMemoryMiB is the default limit of memory for the kernel's counters of frontends and endpoints.
@@ -27,9 +29,29 @@ const (
 // defaultMasqueradeBit is kube-proxy's: the mark is 0x4000.
 const defaultMasqueradeBit = 14
 
+// The behaviors.
+const (
+	behaviorVerdict   = "verdict"
+	behaviorKubeProxy = "kube-proxy"
+)
+
+// cautious is what invalid values are replaced by if nothing is in force yet. It differs from the defaults where those
+// change what packets meet with kube-proxy, or what others made: who meant to switch that off must not get it by a
+// typing error.
+func cautious() *Document {
+	d := &Document{}
+	d.Verdict.Behavior, d.Verdict.Takeover, d.Verdict.IPVS = behaviorKubeProxy, "never", "never"
+	d.setDefaults(behaviorKubeProxy)
+	return d
+}
+
+// asKubeProxy reports whether packets are to meet what they meet with kube-proxy, unless a field says otherwise.
+func (d *Document) asKubeProxy() bool { return d.Verdict.Behavior == behaviorKubeProxy }
+
 // setDefaults fills in unset fields with kube-proxy's defaults. There is one exception: minSyncPeriod stays 0, where
-// kube-proxy uses 1s in modes iptables and nftables. Transactions are cheap here, so there is no reason to wait.
-func (d *Document) setDefaults() {
+// kube-proxy uses 1s in modes iptables and nftables. Transactions are cheap here, so there is no reason to wait. The
+// behavior is the one in force.
+func (d *Document) setDefaults(behavior string) {
 	c := &d.KubeProxy
 	c.APIVersion, c.Kind = kubeProxyVersion, kubeProxyKind
 	orDefault(&c.BindAddress, "0.0.0.0")
@@ -51,28 +73,39 @@ func (d *Document) setDefaults() {
 		c.FeatureGates = map[string]bool{}
 	}
 	logsapi.SetRecommendedLoggingConfiguration(&c.Logging)
-	setSectionDefaults(c)
-
 	v := &d.Verdict
 	v.APIVersion, v.Kind = verdictVersion, verdictKind
+	orDefault(&v.Behavior, behaviorVerdict)
+	d.setBehaviorDefaults(behavior)
+	setSectionDefaults(c)
 	orDefault(&v.Backend, string(Auto))
 	orDefault(&v.IPTablesDispatch, "tree")
 	orDefault(&v.Keeper, "auto")
 	orPointer(&v.OwnTables, true)
 	orDefault(&v.Takeover, "auto")
 	if c.Mode == modeIPVS {
-		orDefault(&v.IPVS, "always")
+		orDefault(&v.IPVS, ipvsAlways)
 	}
 	orDefault(&v.IPVS, "auto")
 	orPointer(&v.IPVSServices, 0)
-	orDefault(&v.SecondChance, DefaultSecondChance)
-	orPointer(&v.PingServices, true)
-	orPointer(&v.RejectUnusedPorts, true)
 	orDefault(&v.MetricsConnections, "service")
 	orPointer(&v.MetricsMaxSeries, 5000)
 	orPointer(&v.CounterMemoryMiB, DefaultCounterMemoryMiB)
 	orDefault(&v.EverywhereToken, "/var/run/secrets/verdict-collector/token")
 	orPointer(&v.LedgerMaxMiB, 64)
+}
+
+// setBehaviorDefaults fills in the fields by which packets meet something else than with kube-proxy. Its modes nftables
+// and ipvs leave 127.0.0.1 out.
+func (d *Document) setBehaviorDefaults(behavior string) {
+	c, v, helps, chance := &d.KubeProxy, &d.Verdict, true, Switch(DefaultSecondChance)
+	if behavior == behaviorKubeProxy {
+		helps, chance = false, "off"
+		orPointer(&c.IPTables.LocalhostNodePorts, c.Mode != modeNFTables && c.Mode != modeIPVS)
+	}
+	orDefault(&v.SecondChance, chance)
+	orPointer(&v.PingServices, helps)
+	orPointer(&v.RejectUnusedPorts, helps)
 }
 
 func setSectionDefaults(c *v1alpha1.KubeProxyConfiguration) {
@@ -112,31 +145,16 @@ func withPort(address string, port int) string {
 	return address
 }
 
-// parseAddr reads an address as Kubernetes does: 010.0.0.1 is 10.0.0.1.
+// parseAddr reads an address.
 func parseAddr(s string) (netip.Addr, bool) {
-	if a, err := netip.ParseAddr(s); err == nil {
-		return a.Unmap(), a.Zone() == ""
-	}
-	octets := strings.Split(s, ".")
-	for i, o := range octets {
-		if o != "" {
-			octets[i] = strings.TrimLeft(o[:len(o)-1], "0") + o[len(o)-1:]
-		}
-	}
-	a, err := netip.ParseAddr(strings.Join(octets, "."))
-	return a, err == nil && a.Is4()
+	a, _, ok := sloppy.ParseAddr(s)
+	return a, ok && a.Zone() == ""
 }
 
-// parsePrefix reads a range of addresses. It clears host bits, as Kubernetes does.
+// parsePrefix reads a range of addresses.
 func parsePrefix(s string) (netip.Prefix, bool) {
-	address, bits, ok := strings.Cut(strings.TrimSpace(s), "/")
-	a, valid := parseAddr(address)
-	n, err := strconv.ParseUint(bits, 10, 8)
-	if !ok || !valid || err != nil || strings.Contains(address, "::ffff:") {
-		return netip.Prefix{}, false
-	}
-	p, err := a.Prefix(int(n))
-	return p, err == nil
+	p, _, ok := sloppy.ParsePrefix(strings.TrimSpace(s))
+	return p, ok
 }
 
 // parseAddrPort reads an address with a port.

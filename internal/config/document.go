@@ -54,6 +54,8 @@ type VerdictConfiguration struct {
 	IPVSServices *int32 `json:"ipvsServices"`
 	// IPVSAddresses are the ranges of load balancer addresses at which IPVS may schedule.
 	IPVSAddresses []string `json:"ipvsAddresses"`
+	// Behavior selects the defaults of whatever differs from kube-proxy in what packets meet: verdict or kube-proxy.
+	Behavior string `json:"behavior"`
 	// SecondChance selects what happens to TCP endpoints that do not answer or refuse: off, observe or on.
 	SecondChance Switch `json:"secondChance"`
 	// PingServices makes cluster IPs and load balancer addresses answer a ping. The default is true.

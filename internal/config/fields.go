@@ -126,8 +126,9 @@ var fields = []field{
 	{
 		"iptables.minSyncPeriod",
 		Live,
-		"the minimum time between two transactions; 0: four times as long as the last one took, up to 50 ms (in " +
-			"kube-proxy 0 means 1s). In modes `iptables` and empty",
+		"the minimum time between two transactions; 0: four times as long as the last one took, up to 50 ms, or with " +
+			"`backend: iptables` eight times, up to 1 s ([IPTABLES.md](IPTABLES.md#pace)). In kube-proxy 0 means 1s. In " +
+			"modes `iptables` and empty",
 		notNegative,
 	},
 	{"ipvs.syncPeriod", Live, "as `iptables.syncPeriod`, in mode `ipvs`", positive},
@@ -270,26 +271,35 @@ var fields = []field{
 		checkNarrowPrefix,
 	},
 	{
+		verdictKind + ".behavior",
+		Live,
+		"`kube-proxy` switches everything off that differs from kube-proxy by default in what packets meet, and that no " +
+			"other field of this configuration sets; see [below](#as-kube-proxy). With `verdict` nothing is switched off",
+		oneOf(behaviorVerdict, behaviorKubeProxy),
+	},
+	{
 		verdictKind + ".secondChance",
 		Live,
 		"what happens to TCP endpoints that do not answer this node, or refuse connections: `on` ejects them until they " +
-			"answer again, `observe` only reports them, `off` looks for none, whatever Services say. With `on` and `observe`, " +
-			"Services have a say by their annotation `verdict/second-chance`; see " +
-			"[below](#endpoints-that-do-not-answer-or-refuse)",
+			"answer again, `observe` only reports them, `off` disables it on this node, also for Services whose " +
+			"annotation asks for it. With `on` or `observe`, the annotation `verdict/second-chance` overrides the node's " +
+			"setting. The price of `on`: a client that *all* " +
+			"endpoints refuse is told after 4 s (15 s before Linux 6.5), once the proxy knows that all refuse after 1 s, " +
+			"and not at once; see [below](#endpoints-that-do-not-answer-or-refuse)",
 		oneOf("off", "observe", "on"),
 	},
 	{
 		verdictKind + ".pingServices",
 		Live,
 		"let cluster IPs and load balancer addresses answer a ping, as long as a Service has an endpoint there; see " +
-			"[below](#manners-at-the-edge)",
+			"[below](#ping-unused-ports-and-nodes-without-endpoints)",
 		nil,
 	},
 	{
 		verdictKind + ".rejectUnusedPorts",
 		Live,
 		"reject packets from outside to ports of load balancer addresses that no Service has, see " +
-			"[below](#manners-at-the-edge)",
+			"[below](#ping-unused-ports-and-nodes-without-endpoints)",
 		nil,
 	},
 	{
@@ -316,8 +326,8 @@ var fields = []field{
 	{
 		verdictKind + ".everywhere",
 		Restart,
-		"the Lease of the collector, as `kube-system/verdict-collector`: whether all nodes have a change is asked at " +
-			"`/everywhere`, see [CLUSTER.md](CLUSTER.md#have-all-nodes-got-it); empty: nobody is asked",
+		"the Lease of the collector, as `kube-system/verdict-collector`: enables `/everywhere`, see " +
+			"[CLUSTER.md](CLUSTER.md#wait-until-every-node-has-programmed-a-change); empty disables it",
 		checkLease,
 	},
 	{

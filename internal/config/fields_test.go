@@ -56,6 +56,7 @@ const (
 	noDuration = `"soon" is not a duration such as 30s or 1h30m`
 	noBool     = `"perhaps" is neither true nor false`
 	isDefault  = "; the default is used, "
+	isLeast    = "; what changes least is used, "
 	notSet     = "; it is treated as unset"
 )
 
@@ -178,9 +179,9 @@ var fieldRows = []struct{ name, standard, good, bad, message string }{
 	{"VerdictConfiguration.nodeCondition", `false`, `true`, `perhaps`, noBool + isDefault + "false"},
 	{"VerdictConfiguration.startupTaint", `""`, `example.com/not-programmed`, `a/b/c`,
 		`"a/b/c" is not the key of a taint such as example.com/not-programmed` + notSet},
-	{"VerdictConfiguration.takeover", `auto`, `never`, `later`, `"later" is not one of auto, never` + isDefault + "auto"},
-	{"VerdictConfiguration.ipvs", `auto`, `never`, `often`, `"often" is not one of auto, always, never` + isDefault +
-		"auto"},
+	{"VerdictConfiguration.takeover", `auto`, `never`, `later`, `"later" is not one of auto, never` + isLeast + "never"},
+	{"VerdictConfiguration.ipvs", `auto`, `never`, `often`, `"often" is not one of auto, always, never` + isLeast +
+		"never"},
 	{"VerdictConfiguration.ipvsServices", `0`, `50000`, `-1`, `-1 is less than 0` + isDefault + "0"},
 	{
 		"VerdictConfiguration.ipvsAddresses",
@@ -189,15 +190,17 @@ var fieldRows = []struct{ name, standard, good, bad, message string }{
 		`203.0.113.0/24`,
 		`"203.0.113.0/24" is not a list; it is treated as unset`,
 	},
+	{"VerdictConfiguration.behavior", `verdict`, `kube-proxy`, `cilium`, `"cilium" is not one of verdict, kube-proxy` +
+		isLeast + "kube-proxy"},
 	{
 		"VerdictConfiguration.secondChance",
 		`on`,
 		`observe`,
 		`perhaps`,
-		`"perhaps" is not one of off, observe, on` + isDefault + `on`,
+		`"perhaps" is not one of off, observe, on` + isLeast + `off`,
 	},
-	{"VerdictConfiguration.pingServices", `true`, `false`, `perhaps`, noBool + isDefault + "true"},
-	{"VerdictConfiguration.rejectUnusedPorts", `true`, `false`, `perhaps`, noBool + isDefault + "true"},
+	{"VerdictConfiguration.pingServices", `true`, `false`, `perhaps`, noBool + isLeast + "false"},
+	{"VerdictConfiguration.rejectUnusedPorts", `true`, `false`, `perhaps`, noBool + isLeast + "false"},
 	{
 		"VerdictConfiguration.metricsConnections",
 		`service`,
@@ -320,7 +323,7 @@ func TestDocumentation(t *testing.T) {
 
 func fieldTable(own bool) string {
 	defaults := &Document{}
-	defaults.setDefaults()
+	defaults.setDefaults(behaviorVerdict)
 	var b strings.Builder
 	b.WriteString("| field | default | what Verdict does | a change takes effect |\n|---|---|---|---|\n")
 	for _, f := range fields {

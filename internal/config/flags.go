@@ -145,6 +145,15 @@ var policyFlags = []option{
 		"nftables.masqueradeBit",
 	),
 	word(
+		"behavior",
+		behaviorVerdict+"|"+behaviorKubeProxy,
+		"with kube-proxy, everything is off that differs from kube-proxy by default in what packets meet: second chance, "+
+			"pings, unused ports and more; other flags win (default "+behaviorVerdict+")",
+		ofPolicy,
+		func(d *Document) *string { return &d.Verdict.Behavior },
+		verdictKind+".behavior",
+	),
+	word(
 		"backend",
 		"auto|nftables|iptables",
 		"backend that writes the rules (default auto: nftables if the kernel supports it, otherwise iptables)",

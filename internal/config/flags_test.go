@@ -34,6 +34,7 @@ func TestFlagNames(t *testing.T) {
 		strings.Fields(kubeProxyFlags),
 		"from",
 		"backend",
+		"behavior",
 		"iptables-dispatch",
 		"iptables-compat",
 		"keeper",
@@ -164,8 +165,8 @@ func TestFlagErrors(t *testing.T) {
 			`range such as 10.244.0.0/16`,
 		"--cluster-cidr=10.244.0.0/16,10.245.0.0/16": `--cluster-cidr: "10.245.0.0/16" is a second ` +
 			`range of the same family`,
-		"--cluster-cidr=::ffff:10.0.0.0/104": `--cluster-cidr: "::ffff:10.0.0.0/104" is not ` +
-			`an address range such as 10.244.0.0/16`,
+		"--cluster-cidr=10.1.0.0/16,::ffff:10.0.0.0/104": `--cluster-cidr: "::ffff:10.0.0.0/104" is a second ` +
+			`range of the same family`,
 		"--detect-local-mode=Magic": `--detect-local-mode: "Magic" is not one of ` +
 			`ClusterCIDR, NodeCIDR, BridgeInterface, InterfaceNamePrefix`,
 		"--detect-local-mode=BridgeInterface": `--detect-local-mode: BridgeInterface needs a ` +
@@ -246,6 +247,7 @@ func TestPolicyFlags(t *testing.T) {
 	fs.VisitAll(func(f *pflag.Flag) { got = append(got, f.Name) })
 	want := []string{
 		"backend",
+		"behavior",
 		"bind-address",
 		"cluster-cidr",
 		"config",

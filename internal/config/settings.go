@@ -2,8 +2,8 @@
 // file and, if no node name is given, the host's name; otherwise it is pure.
 //
 // Invalid values are reported with file, line and field; the rest of the file still applies. The previous value stays
-// in force; at the start, the default is used. Invalid entries of a list are left out. A list of addresses without a
-// valid entry is empty: a typing error must not open what the list should restrict.
+// in force; at the start, the default is used, or what changes less. Invalid entries of a list are left out. A list of
+// addresses without a valid entry is empty: a typing error must not open what the list should restrict.
 package config
 
 import (
@@ -12,6 +12,7 @@ import (
 	"log/slog"
 	"net/netip"
 	"os"
+	"slices"
 	"strings"
 	"time"
 
@@ -72,6 +73,8 @@ type Settings struct {
 	// kernel's.
 	IPVSServices int
 	IPVSTimeouts [3]time.Duration
+	// IPVSNamed says that the operator named always for IPVS, and does not only have the mode ipvs.
+	IPVSNamed bool
 
 	// Takeover is the name of a takeover.Mode, and MetricsConnections that of a metrics.Detail.
 	Takeover, MetricsConnections string
@@ -124,6 +127,9 @@ const (
 	modeIPTables = "iptables"
 	modeIPVS     = "ipvs"
 	modeNFTables = "nftables"
+
+	// ipvsAlways is our own, for the field ipvs.
+	ipvsAlways = "always"
 
 	modeClusterCIDR     = "ClusterCIDR"
 	modeNodeCIDR        = "NodeCIDR"
@@ -214,9 +220,13 @@ func (d *Document) policy() dataplane.Config {
 		PingServices:       *d.Verdict.PingServices,
 		RejectUnusedPorts:  *d.Verdict.RejectUnusedPorts,
 		IPVS:               d.ipvs(),
+		AsKubeProxy:        d.asKubeProxy(),
 	}
 	p.SecondChance, _ = snapshot.ParseSecondChance(string(d.Verdict.SecondChance))
 	p.NodePortAddresses, p.NodePortPrimary = nodePortAddresses(c.NodePortAddresses, string(c.Mode))
+	if d.asKubeProxy() && !p.NodePortPrimary && len(p.NodePortAddresses) > 0 {
+		p.NodePortAddresses = allOfUnnamedFamilies(p.NodePortAddresses)
+	}
 	if c.Mode == modeNFTables {
 		p.MasqueradeAll = c.NFTables.MasqueradeAll
 	}
@@ -247,9 +257,9 @@ func (d *Document) ipvs() dataplane.IPVS {
 		name = "rr"
 	}
 	modes := map[string]dataplane.IPVSMode{
-		"never":  dataplane.IPVSNever,
-		"auto":   dataplane.IPVSAuto,
-		"always": dataplane.IPVSAlways,
+		"never":    dataplane.IPVSNever,
+		"auto":     dataplane.IPVSAuto,
+		ipvsAlways: dataplane.IPVSAlways,
 	}
 	ipvs := dataplane.IPVS{Mode: modes[d.Verdict.IPVS], Default: dataplane.Scheduling{Scheduler: name, Port: name == "mh"}}
 	for _, text := range d.Verdict.IPVSAddresses {
@@ -307,6 +317,17 @@ func nodePortAddresses(list []string, mode string) (ranges []netip.Prefix, atPri
 		}
 	}
 	return ranges, atPrimary
+}
+
+// allOfUnnamedFamilies adds, as kube-proxy does, all addresses of a family of which the list has none.
+func allOfUnnamedFamilies(list []netip.Prefix) []netip.Prefix {
+	for _, all := range everywhere {
+		same := func(p netip.Prefix) bool { return p.Addr().Is4() == all.Addr().Is4() }
+		if !slices.ContainsFunc(list, func(p netip.Prefix) bool { return p.IsValid() && same(p) }) {
+			list = append(list, all)
+		}
+	}
+	return list
 }
 
 // Sysctls returns the sysctls to set on a host with this number of CPUs. It never lowers a limit: somebody raised it

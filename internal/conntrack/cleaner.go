@@ -4,12 +4,12 @@ import (
 	"context"
 	"errors"
 	"math"
-	"sync"
 	"time"
 
 	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 	"github.com/verdict-proxy/verdict/sync/reconcile"
+	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
 // table is the kernel's table of flows: a *Conn.
@@ -48,12 +48,18 @@ type Cleaner struct {
 	report func(SweepResult)
 	wake   chan struct{}
 
-	// mu is locked while the loop writes. While it is free, programmed holds the frontends that are in force. Without
-	// the lock, a flow to an endpoint that a transaction has just added would look like a flow to a removed endpoint.
-	mu         sync.Mutex
+	// mu protects what follows. While nothing is written, programmed holds the frontends that are in force. During a
+	// transaction no flow is judged: one to an endpoint that has just been added would look like a flow to a removed one.
+	mu         gate
 	programmed frontends
+	// tcp knows the TCP frontends in force. Without it, nil, flows of TCP are left alone.
+	tcp *Releaser
+	// asKubeProxy leaves the flows alone that kube-proxy leaves alone.
+	asKubeProxy bool
 	// inSync says that programmed matches the kernel: the last transaction succeeded. Otherwise nothing is deleted.
 	inSync bool
+	// unfinished says that what is to be followed by a check of every frontend was written in part.
+	unfinished bool
 	// pending holds the frontends to check, and all is a check of every frontend. all.left is 0 if there is none.
 	pending map[dataplane.Key]pendingSweep
 	all     pendingSweep
@@ -96,34 +102,47 @@ func newCleaner(t table, report func(SweepResult)) *Cleaner {
 	}
 }
 
+// SetTCP names the Releaser that listens to the same loop, after the Cleaner. Call it before anything else.
+func (c *Cleaner) SetTCP(r *Releaser) { c.tcp = r }
+
+// SetAsKubeProxy has the Cleaner leave the flows alone that kube-proxy leaves alone, or no longer. It may be called at
+// any time.
+func (c *Cleaner) SetAsKubeProxy(on bool) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.asKubeProxy = on
+}
+
 // Listener returns what the loop must call. Writing waits while the Cleaner deletes a few flows, which takes less than
 // a millisecond. It never waits while the Cleaner lists them.
 func (c *Cleaner) Listener() reconcile.Listener {
 	return reconcile.Listener{
-		Writing:   c.mu.Lock,
+		Writing:   c.mu.close,
 		Committed: c.committed,
 		Failed: func(reconcile.Failure) {
+			c.mu.Lock()
+			defer c.mu.Unlock()
 			c.inSync = false
-			c.mu.Unlock()
+			c.mu.open()
 		},
 	}
 }
 
-// committed records a transaction that the kernel accepted. After a failed transaction, or after one that wrote
-// everything, the flows of all frontends are checked: nobody knows what was in force in between.
+// committed records a transaction that the kernel accepted. The flows of all frontends are checked after the first
+// state, after a failed transaction, and after one that wrote everything or repaired something: nobody knows what was
+// in force before.
 func (c *Cleaner) committed(commit reconcile.Commit) {
+	c.mu.Lock()
 	defer c.mu.Unlock()
+	c.mu.open()
 	now := pendingSweep{time.Now(), sweepsPerChange}
-	full := commit.Full || !c.inSync
-	if full {
-		c.all = now
-	}
+	full := c.checkAll(commit, now)
 	for _, k := range c.programmed.replace(commit.Before, commit.After) {
 		if _, exists := c.programmed[k]; !exists || !full {
 			c.pending[k] = now
 		}
 	}
-	if !commit.Full && !commit.First { // those of the first state are as old as the flows to them, or older
+	if !full && c.tcp != nil {
 		for _, k := range newTCP(commit.Before, commit.After) {
 			c.pending[k] = now
 		}
@@ -133,6 +152,24 @@ func (c *Cleaner) committed(commit reconcile.Commit) {
 	case c.wake <- struct{}{}:
 	default:
 	}
+}
+
+// checkAll says whether a transaction is followed by a check of every frontend, and schedules it. If the state is
+// written in parts, the check comes when it is complete, and once a little after the first part: to complete it may
+// take long.
+func (c *Cleaner) checkAll(commit reconcile.Commit, now pendingSweep) bool {
+	began := c.unfinished
+	if !began && !commit.Full && !commit.First && !commit.Repaired && c.inSync {
+		return false
+	}
+	c.unfinished = len(commit.Left) > 0
+	switch {
+	case !c.unfinished:
+		c.all = now
+	case !began:
+		c.all = pendingSweep{now.due.Add(secondSweepAfter), sweepsPerChange}
+	}
+	return true
 }
 
 // Run sweeps until the context ends, and then returns nil. A sweep that fails is reported and repeated.
@@ -223,8 +260,8 @@ var errNotInSync = errors.New("conntrack: a transaction failed; flows are left a
 // run lists the flows to the sweep's frontends and deletes the stale ones.
 func (s *sweep) run(ctx context.Context) SweepResult {
 	s.begin()
-	keys := s.frontends()
-	l := SweepResult{Frontends: len(keys)}
+	keys, n := s.frontends()
+	l := SweepResult{Frontends: n}
 	l.Err = s.listAll(ctx, keys, &l)
 	l.Took, l.Worked = s.took()
 	return l
@@ -233,9 +270,10 @@ func (s *sweep) run(ctx context.Context) SweepResult {
 func (s *sweep) listAll(ctx context.Context, keys []dataplane.Key, l *SweepResult) error {
 	narrow := s.table.narrow()
 	for _, q := range queries(keys, narrow) {
+		q.unanswered = q.protocol == snapshot.TCP // no other one is stale
 		l.Lists++
 		err := s.table.list(q, func(flows []flow) error {
-			if err := s.deleteStale(flows, &l.Flows[q.family]); err != nil {
+			if err := s.deleteStale(ctx, flows, &l.Flows[q.family]); err != nil {
 				return err
 			}
 			s.throttle(ctx)
@@ -252,11 +290,11 @@ func (s *sweep) listAll(ctx context.Context, keys []dataplane.Key, l *SweepResul
 	return nil
 }
 
-// frontends returns the frontends to check, in any order.
-func (s *sweep) frontends() []dataplane.Key {
+// frontends returns the frontends to check, in any order, and how many they are. Of those of TCP it may leave out what
+// makes no difference to the queries.
+func (s *sweep) frontends() (keys []dataplane.Key, n int) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	var keys []dataplane.Key
 	for k := range s.keys {
 		keys = append(keys, k)
 	}
@@ -267,16 +305,31 @@ func (s *sweep) frontends() []dataplane.Key {
 			}
 		}
 	}
-	return keys
+	n = len(keys)
+	if s.all > 0 && s.tcp != nil && !s.asKubeProxy {
+		s.tcp.mu.Lock()
+		defer s.tcp.mu.Unlock()
+		keys = s.tcp.appendSome(keys)
+		n += len(s.tcp.programmed) + len(s.tcp.kept)
+	}
+	return keys, n
 }
 
 // deleteStale deletes the stale ones of a few flows. The lock keeps transactions out between the decision and the
 // deletion.
-func (s *sweep) deleteStale(flows []flow, count *Flows) error {
-	s.lock(&s.mu)
+func (s *sweep) deleteStale(ctx context.Context, flows []flow, count *Flows) error {
+	if err := s.lock(ctx, &s.mu); err != nil {
+		return err
+	}
 	defer s.mu.Unlock()
 	if !s.inSync {
 		return errNotInSync
+	}
+	if s.tcp != nil { // the loop closes in the same order, and then opens both: the Releaser's is about to open
+		if err := s.lock(ctx, &s.tcp.mu); err != nil {
+			return err
+		}
+		defer s.tcp.mu.Unlock()
 	}
 	s.stale = s.stale[:0]
 	for i := range flows {
@@ -285,7 +338,7 @@ func (s *sweep) deleteStale(flows []flow, count *Flows) error {
 			continue
 		}
 		count.Judged++
-		if s.programmed.stale(f) {
+		if s.isStale(f) && !(s.asKubeProxy && s.programmed.leftByKubeProxy(f)) {
 			s.stale = append(s.stale, *f)
 		}
 	}
@@ -305,6 +358,17 @@ func (s *sweep) covers(k dataplane.Key) bool {
 	if s.all == 0 {
 		return false
 	}
+	if k.Protocol == snapshot.TCP {
+		return s.tcp != nil && s.tcp.frontend(k) != nil
+	}
 	_, exists := s.programmed[k]
 	return exists
+}
+
+// isStale says whether a flow to a checked frontend must be deleted.
+func (s *sweep) isStale(f *flow) bool {
+	if f.frontend.Protocol == snapshot.TCP {
+		return s.tcp != nil && staleTCP(f, s.tcp.frontend(f.frontend))
+	}
+	return s.programmed.stale(f)
 }

@@ -3,6 +3,7 @@ package conntrack
 import (
 	"context"
 	"errors"
+	"fmt"
 	"net/netip"
 	"slices"
 	"sync"
@@ -107,9 +108,14 @@ func fine(*dataplane.State) (dataplane.Receipt, error) { return dataplane.Receip
 // loops are those that Cleaners listen to.
 var loops sync.Map
 
-// behind wraps a writer so that it reports to the Cleaner as the loop does. Each Cleaner has one loop.
+// behind wraps a writer so that it reports to the Cleaner, and to the Releaser that it asks, as the loop does. Each
+// Cleaner has one loop.
 func behind(c *Cleaner, w reconcile.Writer) reconcile.Writer {
-	loop, _ := loops.LoadOrStore(c, &reconciletest.Loop{Listeners: []reconcile.Listener{c.Listener()}})
+	if c.tcp == nil {
+		c.SetTCP(newReleaser(nil, ReleaserOptions{}))
+	}
+	loop, _ := loops.LoadOrStore(c,
+		&reconciletest.Loop{Listeners: []reconcile.Listener{c.Listener(), c.tcp.Listener()}})
 	loop.(*reconciletest.Loop).Writer = w
 	return loop.(*reconciletest.Loop)
 }
@@ -319,6 +325,74 @@ func TestFailureMeanwhile(t *testing.T) {
 		rest(time.Minute)
 		if len(table.flows) != 0 {
 			t.Errorf("left %v", table.flows)
+		}
+	})
+}
+
+// TestRepairs: after a transaction that repaired something, the flows of all frontends are checked, those of TCP, too;
+// if it was written in parts, soon after the first and when it is complete. As kube-proxy, no flow of TCP is listed.
+func TestRepairs(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		const webKey = "10.96.0.1:80/tcp"
+		left := []snapshot.Name{name("web")}
+		st := state(service("web", webKey+">10.0.0.1:80"), service("web2", "10.96.0.2:80/tcp>10.0.0.1:80"))
+		for _, test := range []struct {
+			what      string
+			receipts  []dataplane.Receipt
+			kubeProxy bool
+			looks     []float64
+		}{
+			{"nothing", []dataplane.Receipt{{}}, false, nil},
+			{"repaired", []dataplane.Receipt{{Repaired: true}}, false, []float64{0, 0, 1, 1}}, // two addresses
+			{"written anew", []dataplane.Receipt{{Full: true}}, false, []float64{0, 0, 1, 1}},
+			{"in parts", []dataplane.Receipt{{Full: true, Left: left}, {Left: left}, {Left: left}, {}}, false,
+				[]float64{1, 1, 1.8, 1.8, 2.8, 2.8}},
+			{"as kube-proxy", []dataplane.Receipt{{Full: true}}, true, nil},
+		} {
+			table := &fakeTable{}
+			c, _ := running(t, table, st)
+			c.SetAsKubeProxy(test.kubeProxy)
+			table.add(webKey, "10.96.0.1:80")
+			start := time.Now()
+			for i, r := range test.receipts {
+				if i > 0 {
+					rest(600 * time.Millisecond)
+				}
+				_, err := behind(c, backendFunc(func(*dataplane.State) (dataplane.Receipt, error) { return r, nil })).
+					Apply(st, dataplane.Change{})
+				labtest.Check(t, err)
+			}
+			rest(time.Minute)
+			if got := table.since(start); !slices.Equal(got, test.looks) || (len(table.flows) == 0) != (test.looks != nil) {
+				t.Errorf("%s: looked at %v, want %v; %d flows are left", test.what, got, test.looks, len(table.flows))
+			}
+		}
+	})
+}
+
+// TestCostOfTCP: a first state with 100,000 TCP frontends takes two checks of one list each, and leaves nothing behind
+// in the Cleaner.
+func TestCostOfTCP(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		var services []*dataplane.Service
+		for i := range 100_000 {
+			port := fmt.Sprintf("10.%d.%d.%d:80/tcp>10.0.0.1:80", 96+i>>16, i>>8&255, i&255)
+			services = append(services, service(fmt.Sprint(i), port))
+		}
+		table := &fakeTable{}
+		c, told := running(t, table, nil)
+		_, err := behind(c, backendFunc(fine)).Apply(state(services...), dataplane.Change{})
+		labtest.Check(t, err)
+		rest(time.Minute)
+		if len(*told) != 2 || (*told)[0].Frontends != len(services) || (*told)[0].Lists != 1 || table.looks() != 2 {
+			t.Errorf("told %+v, %d lists", *told, table.looks())
+		}
+		if len(c.programmed)+len(c.pending) > 0 {
+			t.Errorf("%d frontends are held, %d pending", len(c.programmed), len(c.pending))
+		}
+		s := &sweep{Cleaner: c, all: 1}
+		if keys, _ := s.frontends(); len(keys) > maxSingle+1 {
+			t.Errorf("%d keys for one query", len(keys))
 		}
 	})
 }

@@ -33,6 +33,10 @@ func writeList(w *netlink.Buffer, q query) {
 	case q.protocol != 0:
 		writeFilter(w, q)
 	}
+	if q.unanswered {
+		w.Big32(ctaStatus, 0)
+		w.Big32(ctaStatusMask, statusSeenReply)
+	}
 	w.End(m)
 }
 

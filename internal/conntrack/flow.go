@@ -53,6 +53,7 @@ const (
 	ctaID         = 12
 	ctaZone       = 18
 	ctaFilter     = 25 // since 5.8
+	ctaStatusMask = 26 // since 5.15
 
 	ctaStatsEntries = 1
 

@@ -64,6 +64,7 @@ var ErrManyFlows = errors.New("there are more than 1,048,576 flows to the Servic
 func NewForecast(before, after []*dataplane.Service) *Forecast {
 	none := make([]*dataplane.Service, len(before))
 	c, r := newCleaner(nil, nil), newReleaser(nil, ReleaserOptions{})
+	c.SetTCP(r)
 	for i, commit := range []reconcile.Commit{{Before: none, After: before}, {Before: before, After: after}} {
 		for _, l := range []reconcile.Listener{c.Listener(), r.Listener()} {
 			l.Writing()
@@ -75,7 +76,7 @@ func NewForecast(before, after []*dataplane.Service) *Forecast {
 	}
 	f := &Forecast{sweep: c.takeDue(), look: r.takeDue(), before: portsOf(before), after: portsOf(after),
 		released: frontends{}, seen: map[flowID]struct{}{}}
-	f.released.replaceTCP(none, before)
+	f.released.replaceTCP(none, before, released)
 	f.look.now = f.look.now.Add(afterAnyDeadline) // so each drain deadline is over
 	return f
 }
@@ -186,7 +187,7 @@ func (f *Forecast) fates(fl *flow) (was, is Fate) {
 
 // deletes reports whether a Cleaner deletes a flow.
 func (f *Forecast) deletes(fl *flow) bool {
-	return f.sweep.covers(fl.frontend) && f.sweep.programmed.stale(fl)
+	return f.sweep.covers(fl.frontend) && f.sweep.isStale(fl)
 }
 
 // addEarlier adds an endpoint that had departed from a port before the change: a Releaser knows it as long as there are

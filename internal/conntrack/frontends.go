@@ -69,9 +69,13 @@ func eachFrontend(svc *dataplane.Service, do func(dataplane.Key, *dataplane.Serv
 }
 
 // mayHaveStale says whether a change may have made flows to a frontend stale: the frontend is new, it had no endpoints,
-// or an endpoint was removed. Other changes, such as another policy, affect only flows that begin later.
+// it passed packets, or an endpoint was removed. Other changes, such as another policy, affect only flows that begin
+// later.
 func mayHaveStale(before, now *dataplane.ServicePort) bool {
 	if before == nil {
+		return true
+	}
+	if passing(before) && !passing(now) {
 		return true
 	}
 	if len(before.Serving) == 0 {
@@ -80,7 +84,13 @@ func mayHaveStale(before, now *dataplane.ServicePort) bool {
 	return slices.ContainsFunc(before.Serving, func(e dataplane.Endpoint) bool { return !serves(now, e.AddrPort) })
 }
 
-// newTCP returns the TCP frontends that Services have and did not have before, or had for another port.
+// passing says whether a port has a frontend that passes packets.
+func passing(sp *dataplane.ServicePort) bool {
+	return slices.ContainsFunc(sp.Frontends, func(fe dataplane.Frontend) bool { return passes(&fe) })
+}
+
+// newTCP returns the TCP frontends that Services have and did not have before, or had for another port, or left
+// untranslated.
 func newTCP(before, after []*dataplane.Service) (added []dataplane.Key) {
 	for i, svc := range after {
 		if svc == nil {
@@ -101,18 +111,30 @@ func newTCP(before, after []*dataplane.Service) (added []dataplane.Key) {
 	return added
 }
 
-// appendNew appends the keys of after that before does not have. Both are sorted by key.
+// appendNew appends the keys of after that before does not have, or passes. Both are sorted by key.
 func appendNew(to []dataplane.Key, before, after []dataplane.Frontend) []dataplane.Key {
 	for i := range after {
 		k := after[i].Key
 		for len(before) > 0 && before[0].Key.Compare(k) < 0 {
 			before = before[1:]
 		}
-		if len(before) == 0 || before[0].Key != k {
+		if len(before) == 0 || before[0].Key != k || passes(&before[0]) && !passes(&after[i]) {
 			to = append(to, k)
 		}
 	}
 	return to
+}
+
+// leftByKubeProxy says whether kube-proxy leaves a stale flow alone: of other protocols than UDP, of a Service that is
+// gone, and to a node port of a Service without endpoints (pkg/proxy/conntrack/cleanup.go in 1.37).
+func (fs frontends) leftByKubeProxy(f *flow) bool {
+	sp, exists := fs[f.frontend]
+	if f.frontend.Protocol != snapshot.UDP || !exists {
+		return true
+	}
+	return len(sp.Serving) == 0 && slices.ContainsFunc(sp.Frontends, func(fe dataplane.Frontend) bool {
+		return fe.Key == f.frontend && fe.Kind == dataplane.NodePort
+	})
 }
 
 func serves(sp *dataplane.ServicePort, a netip.AddrPort) bool {
@@ -122,23 +144,46 @@ func serves(sp *dataplane.ServicePort, a netip.AddrPort) bool {
 	return found
 }
 
-// stale says whether a flow to a checked frontend must be deleted.
+// passes says whether a frontend leaves packets alone, those of some clients at least. There may be no frontend.
+func passes(fe *dataplane.Frontend) bool {
+	return fe != nil && slices.ContainsFunc(fe.Routes, func(r dataplane.Route) bool {
+		return len(r.Pool.Endpoints) == 0 && r.Pool.Empty == dataplane.Pass
+	})
+}
+
+// frontendOf returns the frontend of a port that has a key; nil if it has none.
+func frontendOf(sp *dataplane.ServicePort, k dataplane.Key) *dataplane.Frontend {
+	i, found := slices.BinarySearchFunc(sp.Frontends, k, func(fe dataplane.Frontend, k dataplane.Key) int {
+		return fe.Key.Compare(k)
+	})
+	if !found {
+		return nil
+	}
+	return &sp.Frontends[i]
+}
+
+// staleTCP says whether a TCP flow to a frontend of a port must be deleted: it was not translated and nobody has
+// answered it. Its client sent the first SYN before the frontend was programmed, and sends the next ones in vain. The
+// flow is right if the frontend passes packets, or if IPVS translates them. The port is nil if it is gone.
+func staleTCP(f *flow, sp *dataplane.ServicePort) bool {
+	if sp == nil || f.zoned || f.translated() || f.answered {
+		return false
+	}
+	fe := frontendOf(sp, f.frontend)
+	return fe != nil && !passes(fe) && sp.Scheduled(fe) == nil
+}
+
+// stale says whether a flow of UDP or SCTP to a checked frontend must be deleted.
 //
 // If the frontend is programmed, only flows to its serving endpoints are right. A flow that was not translated began
 // before the frontend was programmed. If the frontend was removed, its translated flows are stale. An untranslated flow
 // belongs to somebody else, such as a process that listens on a former node port.
 //
 // In a conntrack zone other than the default one, somebody else tracks packets a second time, as Open vSwitch does. An
-// untranslated flow is normal there.
-//
-// A TCP flow is stale only if it was not translated and nobody has answered it: its client sent the first SYN before
-// the frontend was programmed, and sends the next ones in vain.
+// untranslated flow is normal there. So it is at a frontend that passes packets.
 func (fs frontends) stale(f *flow) bool {
-	if f.frontend.Protocol == snapshot.TCP {
-		return !f.zoned && !f.translated() && !f.answered
-	}
 	sp, exists := fs[f.frontend]
-	if (!exists || f.zoned) && !f.translated() {
+	if !f.translated() && (!exists || f.zoned || passes(frontendOf(sp, f.frontend))) {
 		return false
 	}
 	return !exists || !serves(sp, f.endpoint)

@@ -11,6 +11,7 @@ import (
 	"testing"
 
 	"github.com/verdict-proxy/verdict/internal/ipfamily"
+	"github.com/verdict-proxy/verdict/internal/lab/labtest"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
@@ -202,9 +203,6 @@ func TestWrong(t *testing.T) {
 		what, frontend, endpoint string
 		zoned, wrong             bool
 	}{
-		{"TCP, translated", "10.96.0.1:53/tcp", "10.0.0.9:53", false, false},
-		{"TCP, untranslated", "10.96.0.1:53/tcp", "10.96.0.1:53", false, true},
-		{"TCP, zone", "10.96.0.1:53/tcp", "10.96.0.1:53", true, false},
 		{"right", "10.96.0.1:53/udp", "10.0.0.1:53", false, false},
 		{"gone endpoint", "10.96.0.1:53/udp", "10.0.0.2:53", false, true},
 		{"other port", "10.96.0.1:53/udp", "10.0.0.1:54", false, true},
@@ -223,8 +221,80 @@ func TestWrong(t *testing.T) {
 		if got := fs.stale(&f); got != test.wrong {
 			t.Errorf("%s: wrong is %v", test.what, got)
 		}
-		if f.answered = true; f.frontend.Protocol == snapshot.TCP && fs.stale(&f) {
-			t.Errorf("%s: wrong although somebody has answered", test.what)
+	}
+}
+
+// TestWrongTCP says which flows of TCP are deleted when all frontends are checked, and which frontends leave packets
+// alone.
+func TestWrongTCP(t *testing.T) {
+	const web = "10.96.0.1:80/tcp"
+	served := func(endpoints int, empty dataplane.Verdict) *dataplane.Pool {
+		return &dataplane.Pool{Endpoints: make([]dataplane.Endpoint, endpoints), Empty: empty}
+	}
+	for _, test := range []struct {
+		what   string
+		change func(*dataplane.Service, *flow)
+		wrong  bool
+	}{
+		{"untranslated", func(*dataplane.Service, *flow) {}, true},
+		{"translated", func(_ *dataplane.Service, f *flow) { f.endpoint = netip.MustParseAddrPort("10.0.0.9:80") }, false},
+		{"answered", func(_ *dataplane.Service, f *flow) { f.answered = true }, false},
+		{"in a zone", func(_ *dataplane.Service, f *flow) { f.zoned = true }, false},
+		{"to another port", func(_ *dataplane.Service, f *flow) {
+			f.frontend, f.endpoint = key("10.96.0.1:81/tcp"), netip.MustParseAddrPort("10.96.0.1:81")
+		}, false},
+		{"no endpoints", func(s *dataplane.Service, _ *flow) {
+			s.Ports[0].Frontends[0].Routes = []dataplane.Route{{Pool: served(0, dataplane.Reject)}}
+		}, true},
+		{"no endpoints here", func(s *dataplane.Service, _ *flow) {
+			s.Ports[0].Frontends[0].Routes = []dataplane.Route{{Pool: served(0, dataplane.Drop)}}
+		}, true},
+		{"passed on", func(s *dataplane.Service, _ *flow) {
+			s.Ports[0].Frontends[0].Routes = []dataplane.Route{{From: dataplane.Node, Pool: served(1, 0)},
+				{Pool: served(0, dataplane.Pass)}}
+		}, false},
+		{"IPVS", func(s *dataplane.Service, _ *flow) {
+			s.Ports[0].Scheduling = &dataplane.Scheduling{Scheduler: "lc"}
+			s.Ports[0].Frontends[0].Routes = []dataplane.Route{{Pool: served(1, 0)}}
+		}, false},
+		{"IPVS does not take it", func(s *dataplane.Service, _ *flow) {
+			s.Ports[0].Scheduling = &dataplane.Scheduling{Scheduler: "lc"}
+			s.Ports[0].Frontends[0].Routes = []dataplane.Route{{Pool: served(0, dataplane.Reject)}}
+		}, true},
+		{"too many endpoints", func(s *dataplane.Service, _ *flow) { s.OverCapacity = true }, true},
+	} {
+		svc := service("web", web+">10.0.0.1:80")
+		f := flow{frontend: key(web), endpoint: netip.MustParseAddrPort("10.96.0.1:80")}
+		test.change(svc, &f)
+		c := newCleaner(&fakeTable{}, nil)
+		_, err := behind(c, backendFunc(fine)).Apply(state(svc), dataplane.Change{})
+		labtest.Check(t, err)
+		s := c.takeDue()
+		if got := s.covers(f.frontend) && s.isStale(&f); got != test.wrong {
+			t.Errorf("%s: wrong is %v", test.what, got)
+		}
+	}
+}
+
+// TestPassed: a frontend that no longer passes packets is as good as new, and flows of UDP that it passes are right.
+func TestPassed(t *testing.T) {
+	passes := []dataplane.Route{{Pool: &dataplane.Pool{Empty: dataplane.Pass}}}
+	for _, k := range []string{"10.96.0.1:80/tcp", "10.96.0.1:80/udp"} {
+		before, after := service("web", k+">10.0.0.1:80"), service("web", k+">10.0.0.1:80")
+		before.Ports[0].Frontends[0].Routes = passes
+		c := newCleaner(&fakeTable{}, nil)
+		b := behind(c, backendFunc(fine))
+		f := flow{frontend: key(k), endpoint: netip.MustParseAddrPort("10.96.0.1:80")}
+		for _, step := range []struct {
+			svc   *dataplane.Service
+			wrong bool
+		}{{before, false}, {after, true}, {before, false}} {
+			_, err := b.Apply(state(step.svc), dataplane.Change{})
+			labtest.Check(t, err)
+			s := c.takeDue()
+			if got := s.covers(f.frontend) && s.isStale(&f); got != step.wrong {
+				t.Errorf("%s: wrong is %v, want %v", k, got, step.wrong)
+			}
 		}
 	}
 }
@@ -380,6 +450,27 @@ func checkFlow(t *testing.T, before, after frontends, look []dataplane.Key, snap
 			if ep.Addr == f.endpoint.Addr() && (ep.Ready || ep.Serving) && after.stale(f) {
 				t.Fatalf("%v -> %v, which serves, is wrong", f.frontend, f.endpoint)
 			}
+		}
+	}
+}
+
+// TestLeftByKubeProxy: told to do as kube-proxy, the Cleaner leaves what kube-proxy leaves, and nothing more.
+func TestLeftByKubeProxy(t *testing.T) {
+	fs := frontends{}
+	none := service("none", "10.96.0.2:53/udp,192.0.2.1:30054/udp")
+	none.Ports[0].Frontends[1].Kind = dataplane.NodePort
+	dns := service("dns", "10.96.0.1:53/udp,192.0.2.1:30053/udp>10.0.0.1:53", "10.96.0.1:99/sctp>10.0.0.1:99")
+	dns.Ports[0].Frontends[1].Kind = dataplane.NodePort
+	fs.replace(nil, []*dataplane.Service{dns, none})
+	for frontend, want := range map[string]bool{
+		"10.96.0.1:53/udp": false, "192.0.2.1:30053/udp": false, "10.96.0.2:53/udp": false,
+		"192.0.2.1:30054/udp": true, // a node port without endpoints
+		"10.96.0.3:53/udp":    true, // a Service that is gone
+		"10.96.0.1:99/sctp":   true, "10.96.0.1:53/tcp": true,
+	} {
+		f := flow{frontend: key(frontend), endpoint: netip.MustParseAddrPort("10.0.0.2:53")}
+		if got := fs.leftByKubeProxy(&f); got != want {
+			t.Errorf("%s: %v", frontend, got)
 		}
 	}
 }

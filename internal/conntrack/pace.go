@@ -37,13 +37,47 @@ func (p *pace) took() (took, worked time.Duration) {
 	return took, took - p.paused
 }
 
-// lock waits for a mutex that is locked during transactions. The wait may be long and does not count as work.
-func (p *pace) lock(mu *sync.Mutex) {
+// gate is a mutex that also keeps out, by lock, those who must not work during a transaction. A transaction may take
+// long, and nobody else waits for it.
+type gate struct {
+	sync.Mutex
+	// closed ends with the transaction that is under way; nil if there is none.
+	closed chan struct{}
+}
+
+// close waits for those who work now, and keeps out others until open.
+func (g *gate) close() {
+	g.Lock()
+	defer g.Unlock()
+	g.closed = make(chan struct{})
+}
+
+// open lets them in. The caller has locked the gate.
+func (g *gate) open() {
+	if g.closed != nil {
+		close(g.closed)
+		g.closed = nil
+	}
+}
+
+// lock locks a gate once it is open, unless ctx ends before. The wait may be long and does not count as work.
+func (p *pace) lock(ctx context.Context, g *gate) error {
 	start := time.Now()
-	mu.Lock()
-	waited := time.Since(start)
-	p.paused += waited
-	p.workingSince = p.workingSince.Add(waited)
+	defer func() {
+		waited := time.Since(start)
+		p.paused += waited
+		p.workingSince = p.workingSince.Add(waited)
+	}()
+	for g.Lock(); g.closed != nil; g.Lock() {
+		closed := g.closed
+		g.Unlock()
+		select {
+		case <-ctx.Done():
+			return ctx.Err()
+		case <-closed:
+		}
+	}
+	return nil
 }
 
 // throttle pauses after each stretch of work.

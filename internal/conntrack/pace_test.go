@@ -2,6 +2,7 @@ package conntrack
 
 import (
 	"context"
+	"errors"
 	"net/netip"
 	"testing"
 	"testing/synctest"
@@ -86,4 +87,45 @@ func TestUnansweredOnce(t *testing.T) {
 			t.Errorf("took %d flows of 5", flows)
 		}
 	})
+}
+
+// TestNobodyWaitsForWriting: while a transaction takes long, others can set up a Cleaner, it looks what is due, and the
+// end of the process ends a sweep that waits for the transaction. No flow is deleted meanwhile.
+func TestNobodyWaitsForWriting(t *testing.T) {
+	st := state(service("dns", dnsKey+">10.0.0.2:53"))
+	table := &fakeTable{}
+	c := newCleaner(table, nil)
+	_, err := behind(c, backendFunc(fine)).Apply(st, dataplane.Change{})
+	labtest.Check(t, err)
+	table.add(dnsKey, "10.0.0.1:53")
+	within := func(what string, do func()) {
+		done := make(chan struct{})
+		go func() { do(); close(done) }()
+		select {
+		case <-done:
+		case <-time.After(5 * time.Second):
+			t.Errorf("waits for the transaction: %s", what)
+		}
+	}
+	_, err = behind(c, backendFunc(func(*dataplane.State) (dataplane.Receipt, error) {
+		within("SetAsKubeProxy", func() { c.SetAsKubeProxy(false) })
+		within("next", func() { c.next(time.Time{}, time.Time{}) })
+		within("next of the Releaser", func() { c.tcp.next(time.Time{}, time.Time{}) })
+		if t.Failed() {
+			return dataplane.Receipt{}, nil
+		}
+		ctx, cancel := context.WithCancel(context.Background())
+		s := c.takeDue()
+		time.AfterFunc(50*time.Millisecond, cancel)
+		within("a sweep", func() {
+			if r := s.run(ctx); !errors.Is(r.Err, context.Canceled) || s.all == 0 {
+				t.Errorf("a sweep during a transaction: %+v", r)
+			}
+		})
+		if n := len(table.left()); n != 1 {
+			t.Errorf("%d flows are left", n)
+		}
+		return dataplane.Receipt{}, nil
+	})).Apply(st, dnsChange)
+	labtest.Check(t, err)
 }

@@ -20,6 +20,8 @@ type query struct {
 	port uint16
 	// endpoint is the source of the replies. If it is set, addr and port are not.
 	endpoint netip.AddrPort
+	// unanswered asks for flows that nobody has answered. A kernel before 5.15 lists others, too.
+	unanswered bool
 }
 
 // queryFor returns a query for the flows to a frontend, as narrow as the kernel supports. The kernel compares ports

@@ -7,6 +7,7 @@ import (
 	"sync"
 	"time"
 
+	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 	"github.com/verdict-proxy/verdict/sync/reconcile"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
@@ -73,11 +74,13 @@ type Releaser struct {
 	// probes are those under way.
 	probes sync.WaitGroup
 
-	// mu is locked while the loop writes, as in a Cleaner. inSync says that the last transaction succeeded. Otherwise
-	// nothing is judged.
-	mu         sync.Mutex
+	// mu protects what follows, as in a Cleaner. inSync says that the last transaction succeeded. Otherwise nothing is
+	// judged.
+	mu         gate
 	inSync     bool
 	programmed frontends
+	// kept holds the other TCP frontends in force, whose connections are not released.
+	kept frontends
 	// gone holds the endpoints that have departed, and those that are ejected as unanswered.
 	gone map[goneKey]*goneEndpoint
 	// inFront counts the last looks in a row that left others than urgent endpoints out.
@@ -104,8 +107,8 @@ type goneEndpoint struct {
 	silent  time.Time
 	// looked is when the last look at it began.
 	looked time.Time
-	// urgent says that clients may be opening connections to the endpoint: it departed just now, or the last look found
-	// some.
+	// urgent says that clients may be opening connections to the endpoint, since it departed just now, or the last look
+	// found some; or that a probe has just shown that nobody answers.
 	urgent bool
 	// looks is how many looks there were, without those that confirm another. empty is how many of the last ones found no
 	// flow.
@@ -129,6 +132,9 @@ const (
 	shortPauses  = 8
 	confirmAfter = time.Second
 	longestPause = time.Minute
+	// forCompany is how much later an endpoint without flows is looked at for the second time, unless others are looked at
+	// before: even an empty table takes long to list.
+	forCompany = 500 * time.Millisecond
 	// mostQuick bounds the looks that come after openingFor.
 	mostQuick = 4
 	// mostInFront bounds the looks in a row that are only for urgent endpoints: the kernel walks its table for each
@@ -160,6 +166,7 @@ func newReleaser(t table, o ReleaserOptions) *Releaser {
 		o:          o,
 		wake:       make(chan struct{}, 1),
 		programmed: frontends{},
+		kept:       frontends{},
 		gone:       map[goneKey]*goneEndpoint{},
 	}
 }
@@ -168,20 +175,27 @@ func newReleaser(t table, o ReleaserOptions) *Releaser {
 // a millisecond. It never waits for a list or a probe.
 func (r *Releaser) Listener() reconcile.Listener {
 	return reconcile.Listener{
-		Writing:   r.mu.Lock,
+		Writing:   r.mu.close,
 		Committed: r.committed,
 		Failed: func(reconcile.Failure) {
+			r.mu.Lock()
+			defer r.mu.Unlock()
 			r.inSync = false
-			r.mu.Unlock()
+			r.mu.open()
 		},
 	}
 }
 
 // committed records a transaction that the kernel accepted.
 func (r *Releaser) committed(c reconcile.Commit) {
+	r.mu.Lock()
 	defer r.mu.Unlock()
+	r.mu.open()
 	now := time.Now()
-	r.programmed.replaceTCP(c.Before, c.After)
+	r.programmed.replaceTCP(c.Before, c.After, released)
+	r.kept.replaceTCP(c.Before, c.After, func(svc *dataplane.Service, sp *dataplane.ServicePort) bool {
+		return !released(svc, sp)
+	})
 	before := make([]earlierPorts, len(c.Before))
 	for i, svc := range c.Before {
 		before[i] = portsBefore(svc)
@@ -250,9 +264,9 @@ func (r *Releaser) follow(was, now *dataplane.ServicePort, t time.Time) {
 		})
 	}
 	r.forgetServing(now)
-	for _, pool := range []*dataplane.Pool{now.Cluster, now.Local} {
-		for _, u := range pool.Ejected {
-			if u.Cause == snapshot.Unanswered {
+	for _, list := range unhealthyLists(now) {
+		for _, u := range list {
+			if isSilent(&u) {
 				r.add(goneKey{now.Name, u.Endpoint}, t)
 			}
 		}
@@ -340,8 +354,11 @@ func (r *Releaser) next(rested, early time.Time) (due time.Time, any bool) {
 	due, any = later(r.discover, rested), !r.discover.IsZero()
 	for _, g := range r.gone {
 		at := later(g.due, rested)
-		if g.urgent {
+		switch {
+		case g.urgent:
 			at = later(g.due, early)
+		case g.empty > 0:
+			at = later(g.due.Add(forCompany), rested)
 		}
 		if !any || at.Before(due) {
 			due, any = at, true
@@ -350,7 +367,8 @@ func (r *Releaser) next(rested, early time.Time) (due time.Time, any bool) {
 	return due, any
 }
 
-// takeDue starts a look for the endpoints that are due, or for the urgent ones among them.
+// takeDue starts a look for the endpoints that are due, or for the urgent ones among them, if these are so few that the
+// others would take more time.
 func (r *Releaser) takeDue() *releaseLook {
 	timeout := r.o.ShortestTimeout()
 	r.mu.Lock()
@@ -366,7 +384,8 @@ func (r *Releaser) takeDue() *releaseLook {
 			}
 		}
 	}
-	if len(others) > 0 && len(others) < len(l.due) && r.inFront < mostInFront {
+	urgent := len(l.due) - len(others)
+	if len(others) > 0 && urgent > 0 && urgent <= maxSingleEndpoints && r.inFront < mostInFront {
 		r.inFront++
 		for _, k := range others {
 			delete(l.due, k)
@@ -436,10 +455,41 @@ func (g *goneEndpoint) nextPause(suspects bool) time.Duration {
 	return min(confirmAfter<<min(g.looks-shortPauses, 10), longestPause)
 }
 
+// frontend returns the port of a TCP frontend in force; nil if there is none.
+func (r *Releaser) frontend(k dataplane.Key) *dataplane.ServicePort {
+	if sp := r.programmed[k]; sp != nil {
+		return sp
+	}
+	return r.kept[k]
+}
+
+// appendSome appends TCP frontends in force, but no more of each family than queries has use for.
+func (r *Releaser) appendSome(to []dataplane.Key) []dataplane.Key {
+	var some ipfamily.Per[int]
+	for _, fs := range []frontends{r.programmed, r.kept} {
+		for k := range fs {
+			if n := &some[ipfamily.Of(k.Addr)]; *n <= maxSingle {
+				to = append(to, k)
+				*n++
+			}
+		}
+	}
+	return to
+}
+
+// filterPorts says which ports of a Service count.
+type filterPorts func(*dataplane.Service, *dataplane.ServicePort) bool
+
+// released says whether connections to a port may be released. Of a Service with more endpoints than allowed nobody
+// knows which ones serve. IPVS remembers its connections by itself.
+func released(svc *dataplane.Service, sp *dataplane.ServicePort) bool {
+	return !svc.OverCapacity && sp.Scheduling == nil
+}
+
 // replaceTCP replaces the TCP frontends of Services by those of others in the same order.
-func (fs frontends) replaceTCP(before, after []*dataplane.Service) {
+func (fs frontends) replaceTCP(before, after []*dataplane.Service, which filterPorts) {
 	for _, svc := range before {
-		eachTCP(svc, func(k dataplane.Key, sp *dataplane.ServicePort) {
+		eachTCP(svc, which, func(k dataplane.Key, sp *dataplane.ServicePort) {
 			if fs[k] == sp { // otherwise another Service already has it
 				delete(fs, k)
 			}
@@ -447,18 +497,17 @@ func (fs frontends) replaceTCP(before, after []*dataplane.Service) {
 	}
 	// A key may move from one Service to another: remove all old keys before adding the first new one.
 	for _, svc := range after {
-		eachTCP(svc, func(k dataplane.Key, sp *dataplane.ServicePort) { fs[k] = sp })
+		eachTCP(svc, which, func(k dataplane.Key, sp *dataplane.ServicePort) { fs[k] = sp })
 	}
 }
 
-// eachTCP calls do for every TCP frontend of a Service whose connections may be released. The Service may be nil. Of a
-// Service with more endpoints than allowed nobody knows which ones serve. IPVS remembers its connections by itself.
-func eachTCP(svc *dataplane.Service, do func(dataplane.Key, *dataplane.ServicePort)) {
-	if svc == nil || svc.OverCapacity {
+// eachTCP calls do for every TCP frontend of those ports of a Service. The Service may be nil.
+func eachTCP(svc *dataplane.Service, which filterPorts, do func(dataplane.Key, *dataplane.ServicePort)) {
+	if svc == nil {
 		return
 	}
 	for _, sp := range svc.Ports {
-		if sp.Name.Protocol != snapshot.TCP || sp.Scheduling != nil {
+		if sp.Name.Protocol != snapshot.TCP || !which(svc, sp) {
 			continue
 		}
 		for i := range sp.Frontends {

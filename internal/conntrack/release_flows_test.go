@@ -352,7 +352,7 @@ func BenchmarkRelease(b *testing.B) {
 			for b.Loop() {
 				r := newReleaser(conn, ReleaserOptions{})
 				r.inSync = true
-				r.programmed.replaceTCP(nil, []*dataplane.Service{web(webKey)})
+				r.programmed.replaceTCP(nil, []*dataplane.Service{web(webKey)}, released)
 				for i := range n {
 					r.add(goneKey{r.programmed[key(webKey)].Name, endpoint(i)}, time.Now())
 				}

@@ -19,8 +19,11 @@ const (
 	// openingFor is the same for a flow that its endpoint has never answered, if the endpoint no longer serves. Its client
 	// still opens the connection, and loses nothing if it is sent elsewhere.
 	openingFor = 200 * time.Millisecond
-	// probeHolds is how long a probe without an answer says that an endpoint is dead.
+	// probeHolds is how long a probe without an answer says that an endpoint is dead; mostHolds is the same for the first
+	// look behind it, which others may have delayed. Otherwise the endpoint would be probed again and again, each time for
+	// a look that comes too late.
 	probeHolds = 3 * time.Second
+	mostHolds  = 15 * time.Second
 	// maxSuspects bounds the flows of an endpoint that are remembered between looks. The others wait.
 	maxSuspects = 1 << 14
 	// defaultTimeout is the kernel's default for nf_conntrack_tcp_timeout_unacknowledged.
@@ -82,7 +85,7 @@ func (l *releaseLook) listAll(ctx context.Context, result *ReleaseResult) error 
 	for _, q := range l.queries(narrow) {
 		result.Lists++
 		err := l.table.list(q, func(flows []flow) error {
-			if err := l.release(flows); err != nil {
+			if err := l.release(ctx, flows); err != nil {
 				return err
 			}
 			l.throttle(ctx)
@@ -112,8 +115,10 @@ func (l *releaseLook) queries(narrow bool) []query {
 
 // release deletes those of a few flows that must be released. The lock keeps transactions out between the decision and
 // the deletion.
-func (l *releaseLook) release(flows []flow) error {
-	l.lock(&l.mu)
+func (l *releaseLook) release(ctx context.Context, flows []flow) error {
+	if err := l.lock(ctx, &l.mu); err != nil {
+		return err
+	}
 	defer l.mu.Unlock()
 	if !l.inSync {
 		return errNotInSync
@@ -179,19 +184,27 @@ func (l *releaseLook) judge(f *flow) (k goneKey, reason ReleaseReason, release b
 	return k, ReleasedUnanswered, sp.SecondChance == snapshot.SecondChanceOn && l.unanswered(g, f, serving) && !early
 }
 
-// unhealthySince returns since when an endpoint that a port has ejected does not answer; zero if it is not ejected, or
-// for another cause.
+// unhealthySince returns since when an endpoint that a port has ejected or doubts does not answer; zero if there is no
+// such endpoint, or for another cause.
 func unhealthySince(sp *dataplane.ServicePort, endpoint netip.AddrPort) time.Time {
-	for _, pool := range []*dataplane.Pool{sp.Cluster, sp.Local} {
-		i, found := slices.BinarySearchFunc(pool.Ejected, endpoint, func(u snapshot.Unhealthy, a netip.AddrPort) int {
+	for _, list := range unhealthyLists(sp) {
+		i, found := slices.BinarySearchFunc(list, endpoint, func(u snapshot.Unhealthy, a netip.AddrPort) int {
 			return u.Endpoint.Compare(a)
 		})
-		if found && pool.Ejected[i].Cause == snapshot.Unanswered {
-			return pool.Ejected[i].Since
+		if found && isSilent(&list[i]) {
+			return list[i].Since
 		}
 	}
 	return time.Time{}
 }
+
+func unhealthyLists(sp *dataplane.ServicePort) [4][]snapshot.Unhealthy {
+	return [...][]snapshot.Unhealthy{sp.Cluster.Ejected, sp.Cluster.Kept, sp.Local.Ejected, sp.Local.Kept}
+}
+
+// isSilent says that nobody was answered for some seconds. Whether a connection is released is then its own affair: it
+// has no answer to what its client sent.
+func isSilent(u *snapshot.Unhealthy) bool { return u.Cause == snapshot.Unanswered }
 
 // unanswered says whether nobody answers a flow: an earlier look found it without an answer too, there has been no
 // packet for a second, and the endpoint answers no probe. It remembers the flow for the next look. If the endpoint no
@@ -220,8 +233,16 @@ func (l *releaseLook) unanswered(g *lookedAt, f *flow, serving bool) bool {
 		return l.now.Sub(first) >= openingFor
 	}
 	g.doubtful = true
-	return l.now.Sub(first) >= unansweredFor && l.now.Sub(g.silent) < probeHolds &&
-		(!f.answered || f.tcp.left <= l.idle)
+	return l.now.Sub(first) >= unansweredFor && g.isDead(l.now) && (!f.answered || f.tcp.left <= l.idle)
+}
+
+// isDead reports whether a probe has found lately that nobody answers.
+func (g *goneEndpoint) isDead(now time.Time) bool {
+	holds := probeHolds
+	if g.silent.After(g.looked) {
+		holds = mostHolds
+	}
+	return now.Sub(g.silent) < holds
 }
 
 // probe probes the endpoints that need it, each once at a time. It does not wait for that, which may take a second:
@@ -246,7 +267,7 @@ func (l *releaseLook) probe(ctx context.Context) {
 }
 
 // probed records which endpoints answered, since a look began. If a later look could not know yet that one does not, it
-// is repeated now, and confirms the first.
+// is repeated now, and confirms the first. The next look at an endpoint that nobody answers goes before others.
 func (r *Releaser) probed(endpoints []*goneEndpoint, began time.Time, answers []bool) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -256,7 +277,7 @@ func (r *Releaser) probed(endpoints []*goneEndpoint, began time.Time, answers []
 		if answers[i] {
 			continue
 		}
-		g.silent = now
+		g.silent, g.urgent = now, true
 		if g.looked.After(began) && g.due.After(now) {
 			g.due, g.confirming = now, true
 		}

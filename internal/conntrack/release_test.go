@@ -399,6 +399,65 @@ func TestReleaseOpeningFirst(t *testing.T) {
 	}
 }
 
+// TestReleaseAmongUrgent: a flow that nobody answers is released soon although each look takes long, and others, at
+// which clients open connections, go first all the time. What a probe found must not be too old by then.
+func TestReleaseAmongUrgent(t *testing.T) {
+	endpoints := func(from int) *dataplane.Service {
+		list := ""
+		for i := from; i <= 60; i++ {
+			list += fmt.Sprintf(",10.0.0.%d:80", i)
+		}
+		return web(webKey + ">" + list[1:])
+	}
+	for _, takes := range []time.Duration{300 * time.Millisecond, 600 * time.Millisecond, 900 * time.Millisecond} {
+		synctest.Test(t, func(t *testing.T) {
+			table := &tcpTable{}
+			r := newReleasing(t, table, endpoints(1))
+			table.takes = takes
+			dead := table.wait(webKey, "10.0.0.1:80").client
+			for i := 2; i < 9; i++ { // 6.3 s
+				r.apply(endpoints(i))
+				table.open(webKey, fmt.Sprintf("10.0.0.%d:80", i))
+				rest(900 * time.Millisecond)
+			}
+			if slices.ContainsFunc(table.left(), func(f flow) bool { return f.client == dead }) {
+				t.Errorf("lists of %v: it is not released after 6 s; probed %d times", takes, r.probed)
+			}
+		})
+	}
+}
+
+// TestReleaseTogether: where many endpoints depart every second or so, and have no flows, one list serves those that
+// have just departed and those that are looked at for the second time.
+func TestReleaseTogether(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		const steps, each = 10, 20
+		endpoints := func(step int) *dataplane.Service {
+			list := ""
+			for i := range each {
+				list += fmt.Sprintf(",10.0.%d.%d:80", step, i)
+			}
+			return web(webKey + ">" + list[1:])
+		}
+		table := &tcpTable{}
+		r := newReleasing(t, table, endpoints(0))
+		table.takes = 20 * time.Millisecond
+		before := table.looks()
+		for step := range steps {
+			r.apply(endpoints(step + 1))
+			rest(1200 * time.Millisecond)
+		}
+		if looks := table.looks() - before; looks > steps+1 || looks < steps {
+			t.Errorf("%d lists for %d steps", looks, steps)
+		}
+		before = table.looks()
+		rest(time.Minute)
+		if looks := table.looks() - before; looks != 1 {
+			t.Errorf("%d lists after the last step", looks)
+		}
+	})
+}
+
 // TestReleaseBacksOff: flows that nobody answers, and that may not be released all the same, are looked at less and
 // less often, however long a probe takes.
 func TestReleaseBacksOff(t *testing.T) {
@@ -553,6 +612,12 @@ func TestReleaseEjected(t *testing.T) {
 		r.apply(ejects(snapshot.Unanswered))
 		r.expect(ejectedFor+2*time.Second, "ejected", 2)
 		r.expect(time.Hour, "ejected for long", 2)
+		table.wait(webKey, "10.0.0.2:80")
+		doubts := web(webBoth)
+		doubts.Ports[0].Cluster.Kept = []snapshot.Unhealthy{{Endpoint: netip.MustParseAddrPort("10.0.0.2:80"),
+			Cause: snapshot.Unanswered, Since: time.Now(), Doubtful: true}}
+		r.apply(doubts)
+		r.expect(ejectedFor+2*time.Second, "doubted", 1)
 	})
 }
 

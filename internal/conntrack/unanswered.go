@@ -17,30 +17,25 @@ type Unanswered struct{ table table }
 // NewUnanswered returns an Unanswered that uses a Conn.
 func NewUnanswered(c *Conn) *Unanswered { return &Unanswered{c} }
 
-// Answers says who waits for an endpoint, and whom it has answered.
-type Answers struct {
-	// Waiting are the addresses of clients that have no answer, at most a few.
-	Waiting map[netip.Addr]struct{}
-	// Answered are the kernel's ids of flows that have one, at most some thousands.
-	Answered map[string]struct{}
+// WaitingFlow is a flow that its endpoint has not answered.
+type WaitingFlow struct {
+	// ID is the kernel's.
+	ID       string
+	Endpoint netip.AddrPort
+	Frontend dataplane.Key
 }
 
-// Bounds of Answers. Two waiting clients are as good as a hundred.
-const (
-	maxWaiting  = 16
-	maxAnswered = 4096
-)
-
-// Delete deletes the TCP flows to some endpoints that have no answer, if begun at a frontend that doomed accepts, and
-// returns how many the kernel deleted. Flows that no Service translated are never deleted, nor are those in zones other
-// than the default one.
-func (u *Unanswered) Delete(ctx context.Context, endpoints []netip.AddrPort,
-	doomed func(endpoint netip.AddrPort, frontend dataplane.Key) bool) (deleted int, err error) {
+// Delete deletes those TCP flows to some endpoints that have no answer and that doomed accepts, and returns how many
+// the kernel deleted. Flows that no Service translated are never deleted, nor are those in zones other than the default
+// one.
+func (u *Unanswered) Delete(ctx context.Context, endpoints []netip.AddrPort, doomed func(WaitingFlow) bool) (
+	deleted int, err error) {
 	var found []flow
 	err = u.each(ctx, endpoints, func(flows []flow) error {
 		found = found[:0]
 		for i := range flows {
-			if f := &flows[i]; !f.answered && doomed(f.endpoint, f.frontend) {
+			f := &flows[i]
+			if !f.answered && doomed(WaitingFlow{ID: string(f.id), Endpoint: f.endpoint, Frontend: f.frontend}) {
 				found = append(found, *f)
 			}
 		}
@@ -52,26 +47,6 @@ func (u *Unanswered) Delete(ctx context.Context, endpoints []netip.AddrPort,
 		return deleted, fmt.Errorf("unanswered flows to %d endpoints: %w", len(endpoints), err)
 	}
 	return deleted, nil
-}
-
-// Answers returns who waits for an endpoint, of the flows that a Service translated.
-func (u *Unanswered) Answers(ctx context.Context, endpoint netip.AddrPort) (Answers, error) {
-	a := Answers{Waiting: map[netip.Addr]struct{}{}, Answered: map[string]struct{}{}}
-	err := u.each(ctx, []netip.AddrPort{endpoint}, func(flows []flow) error {
-		for i := range flows {
-			switch f := &flows[i]; {
-			case !f.answered && len(a.Waiting) < maxWaiting:
-				a.Waiting[f.client.Addr()] = struct{}{}
-			case f.answered && len(a.Answered) < maxAnswered:
-				a.Answered[string(f.id)] = struct{}{}
-			}
-		}
-		return nil
-	})
-	if err != nil {
-		return Answers{}, fmt.Errorf("flows to %v: %w", endpoint, err)
-	}
-	return a, nil
 }
 
 // each calls do with the translated TCP flows to some endpoints, one datagram at a time.

@@ -1,4 +1,4 @@
-// Package dashboard serves one page about all nodes to the browser of whoever runs it: how far they have come, which
+// Package dashboard serves one page about all nodes to the browser of the one who runs it: their sync status, which
 // Services get connections, what changed last. It asks the nodes while somebody looks, and only then.
 package dashboard
 
@@ -26,8 +26,13 @@ var page embed.FS
 const (
 	// maxWatchers bounds the windows that look at the same time.
 	maxWatchers = 8
-	// maxPorts, maxEndpoints and maxChanges bound what a View has.
-	maxPorts, maxEndpoints, maxChanges = 500, 200, 50
+	// maxPorts, maxEndpoints, maxTroubles and maxChanges bound what a View has.
+	maxPorts, maxEndpoints, maxTroubles, maxChanges = 500, 200, 200, 50
+	// maxReasons bounds what is said of a node, maxNames the nodes that are named for one thing, and maxErrors the errors
+	// that are told.
+	maxReasons, maxNames, maxErrors = 4, 3, 3
+	// together is how far apart nodes make the same change, by their clocks.
+	together = 10 * time.Second
 	// maxAnswer bounds the text of an explanation.
 	maxAnswer = 64 << 10
 )

@@ -2,10 +2,13 @@ package dashboard
 
 import (
 	"bufio"
+	"bytes"
 	"encoding/json"
+	"fmt"
 	"io"
 	"net/http"
 	"net/http/httptest"
+	"regexp"
 	"strings"
 	"testing"
 	"testing/synctest"
@@ -101,13 +104,14 @@ func TestViews(t *testing.T) {
 	if !second.Time.After(first.Time) {
 		t.Errorf("the second view is of %v, the first of %v", second.Time, first.Time)
 	}
-	if n := first.Report.Nodes; len(n) != 2 || n[0].Status == nil || n[1].Error == "" || first.TopError == "" {
+	if n := first.Nodes; len(n) != 2 || n[0].Node != "node-2" || n[0].Level != cluster.Wrong || n[0].Answers ||
+		n[1].Level != cluster.InOrder || n[1].Services != 2 || first.TopError == "" {
 		t.Errorf("the nodes are %+v, and %q", n, first.TopError)
 	}
 	if first.Rate != 3 || first.PortCount != 2 || first.Ports[0].Service != "shop/web" || first.Ports[0].Nodes != 1 {
 		t.Errorf("the rates are %v of %+v", first.Rate, first.Ports)
 	}
-	if c := first.Changes; len(c) != 1 || c[0].Node != "node-1" || c[0].Seconds != 0.003 ||
+	if c := first.Changes; len(c) != 1 || c[0].Nodes.Names[0] != "node-1" || c[0].Seconds != 0.003 ||
 		c[0].Services[0] != "shop/web" {
 		t.Errorf("the changes are %+v", c)
 	}
@@ -173,4 +177,84 @@ func TestAskedOnlyWhileWatched(t *testing.T) {
 		}
 		quiet("after the last window")
 	})
+}
+
+// TestLarge: of 150 nodes those that need attention come first, each once, and as many as the page counts; what many
+// nodes say alike is said once, and no node that cannot be asked stays unnamed.
+func TestLarge(t *testing.T) {
+	v := New(clustertest.Large().Cluster(), "default", time.Second).view(t.Context())
+	if len(v.Nodes) != 150 {
+		t.Fatalf("%d nodes", len(v.Nodes))
+	}
+	for i, n := range v.Nodes {
+		want := cluster.InOrder
+		switch {
+		case i < clustertest.LargeWrong:
+			want = cluster.Wrong
+		case i < clustertest.LargeWrong+clustertest.LargeWatch:
+			want = cluster.Watch
+		}
+		if n.Level != want || (len(n.Reasons) > 0) != (want > cluster.InOrder) {
+			t.Errorf("row %d: %+v; want level %d", i, n, want)
+		}
+	}
+	for _, i := range []int{40, 77, 149} {
+		if !strings.Contains(v.TopError, clustertest.LargeNode(i)) {
+			t.Errorf("%s is not in %q", clustertest.LargeNode(i), v.TopError)
+		}
+	}
+	if strings.Count(v.TopError, "no answer within") != 1 {
+		t.Errorf("the same error is not said once: %q", v.TopError)
+	}
+	if c := v.Changes; len(c) != 2 || c[0].Nodes.Count != 147 || c[1].Nodes.Count != 147 ||
+		len(c[0].Nodes.Names) != maxNames || c[0].Seconds < 0.04 {
+		t.Errorf("the changes are %+v", c)
+	}
+	if b := v.Troubles; len(b) != 2 || b[0].What != "lab/huge" || b[0].Nodes.Count != 2 || !b[1].Ejected ||
+		b[1].Nodes.Count != 3 {
+		t.Errorf("the troubles are %+v", b)
+	}
+}
+
+// TestTogether: a change is one if different nodes make it within a while, and more if a node makes it again, or later.
+func TestTogether(t *testing.T) {
+	at := time.Now()
+	recent := func(ages ...time.Duration) *status.Status {
+		s := &status.Status{}
+		for _, age := range ages {
+			s.Recent = append(s.Recent, status.Change{At: at.Add(-age), Services: []string{"a/b"}, Count: 1, Added: 1})
+		}
+		return s
+	}
+	v := &View{}
+	v.addChanges([]cluster.NodeStatus{{Node: "a", Status: recent(0, time.Second)}, {Node: "b", Status: recent(0)},
+		{Node: "c", Status: recent(9 * time.Second)}, {Node: "d", Status: recent(time.Minute)}, {Node: "e"}})
+	var got []string
+	for _, c := range v.Changes {
+		got = append(got, strings.Join(c.Nodes.Names, ","))
+	}
+	if want := "a,b,c a d"; strings.Join(got, " ") != want {
+		t.Errorf("the changes are of %q; want %q", got, want)
+	}
+}
+
+// TestPage: the script finds all elements that it names.
+func TestPage(t *testing.T) {
+	html, err := page.ReadFile("page/index.html")
+	if err != nil {
+		t.Fatal(err)
+	}
+	script, err := page.ReadFile("page/script.js")
+	if err != nil {
+		t.Fatal(err)
+	}
+	names := regexp.MustCompile(`(?:\$|fill|figure)\("([a-z-]+)"`).FindAllSubmatch(script, -1)
+	if len(names) < 15 {
+		t.Fatalf("only %d names", len(names))
+	}
+	for _, name := range names {
+		if !bytes.Contains(html, fmt.Appendf(nil, `id="%s"`, name[1])) {
+			t.Errorf("no element is named %s", name[1])
+		}
+	}
 }

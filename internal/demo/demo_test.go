@@ -17,15 +17,18 @@ import (
 	"github.com/verdict-proxy/verdict/internal/terminal"
 )
 
-// stageWriter keeps what is shown, and does something once a text has come.
+// stageWriter keeps what is shown, and does something once a text has come. It has no WriteString, which io.WriteString
+// would call in place of Write.
 type stageWriter struct {
-	bytes.Buffer
-	at string
-	do func()
+	shown bytes.Buffer
+	at    string
+	do    func()
 }
 
+func (w *stageWriter) String() string { return w.shown.String() }
+
 func (w *stageWriter) Write(p []byte) (int, error) {
-	n, err := w.Buffer.Write(p)
+	n, err := w.shown.Write(p)
 	if do := w.do; do != nil && strings.Contains(w.String(), w.at) {
 		w.do = nil
 		do()

@@ -7,6 +7,7 @@ import (
 	"net/http"
 	"net/netip"
 	"slices"
+	"strings"
 	"time"
 
 	"github.com/verdict-proxy/verdict/internal/health"
@@ -44,30 +45,33 @@ type response struct {
 	Seconds float64 `json:"seconds"`
 }
 
-// Off answers GET /everywhere on a node that has no Agent, at once, so that hooks do no harm.
+// Off answers GET /everywhere on a node that has no Agent, so that a hook fails.
 func Off(w http.ResponseWriter, r *http.Request) {
 	n, _, err := parseQuery(r)
 	if err != nil {
-		http.Error(w, err.Error(), http.StatusBadRequest)
+		refuse(w, r, http.StatusBadRequest, err.Error())
 		return
 	}
-	write(w, response{Service: n.String(), Answer: Answer{Why: "the setting everywhere is off on this node"}})
+	write(w, r, http.StatusNotImplemented,
+		response{Service: n.String(), Answer: Answer{Why: "the setting everywhere is off on this node"}})
 }
 
-// ServeHTTP answers GET /everywhere?service=NAMESPACE/NAME[&timeout=10s]. The status is 200 whatever the answer is, so
-// that a hook that asks does not fail. Only processes of this host may ask, and the Service's endpoints on this node.
+// ServeHTTP answers GET /everywhere?service=NAMESPACE/NAME[&timeout=10s]. The status is 200 also if not all nodes have
+// answered, so that a hook that asks does not fail because of a node. It is another one if the question is wrong, and a
+// hook of the kubelet's gets no answer then. Only processes of this host may ask, and the Service's endpoints on this
+// node.
 func (a *Agent) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	begin := time.Now()
 	service, timeout, err := parseQuery(r)
 	if err != nil {
-		http.Error(w, err.Error(), http.StatusBadRequest)
+		refuse(w, r, http.StatusBadRequest, err.Error())
 		return
 	}
 	leave, ok := a.admit(r, service)
 	if !ok {
 		a.count(outcomeRefused)
-		http.Error(w, "only processes of this host and the Service's own pods on it may ask, the latter a few times at once",
-			http.StatusForbidden)
+		refuse(w, r, http.StatusForbidden,
+			"only processes of this host and the Service's own pods on it may ask, the latter a few times at once")
 		return
 	}
 	defer leave()
@@ -78,7 +82,11 @@ func (a *Agent) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	_ = control.SetWriteDeadline(begin.Add(timeout + 2*grace + sendPatience))
 	answer, outcome := a.wait(r.Context(), service, timeout)
 	a.count(outcome)
-	write(w, response{service.String(), answer, time.Since(begin).Seconds()})
+	code := http.StatusOK
+	if answer.Nothing {
+		code = http.StatusNotFound
+	}
+	write(w, r, code, response{service.String(), answer, time.Since(begin).Seconds()})
 }
 
 func (a *Agent) count(outcome string) {
@@ -87,10 +95,26 @@ func (a *Agent) count(outcome string) {
 	a.stats.Answers[outcome]++
 }
 
-func write(w http.ResponseWriter, r response) {
+// hangUp gives the kubelet no answer instead of one that is not 200. For a hook of httpGet it looks at no status
+// (runHTTPHandler in pkg/kubelet/lifecycle): only a connection that breaks has it write the event FailedPreStopHook.
+func hangUp(r *http.Request, code int) {
+	if code != http.StatusOK && strings.HasPrefix(r.UserAgent(), "kube-lifecycle/") {
+		panic(http.ErrAbortHandler) // net/http closes the connection
+	}
+}
+
+// refuse answers with a text.
+func refuse(w http.ResponseWriter, r *http.Request, code int, text string) {
+	hangUp(r, code)
+	http.Error(w, text, code)
+}
+
+func write(w http.ResponseWriter, r *http.Request, code int, body response) {
+	hangUp(r, code)
 	w.Header().Set("Content-Type", "application/json")
 	w.Header().Set("X-Content-Type-Options", "nosniff")
-	_ = json.NewEncoder(w).Encode(r) // whoever asked may have left
+	w.WriteHeader(code)
+	_ = json.NewEncoder(w).Encode(body) // whoever asked may have left
 }
 
 func parseQuery(r *http.Request) (n snapshot.Name, timeout time.Duration, err error) {

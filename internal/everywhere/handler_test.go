@@ -69,11 +69,43 @@ func TestStrangers(t *testing.T) {
 		}
 	}
 	w := ask(http.HandlerFunc(Off), "192.0.2.9", "service=shop/cart")
-	if w.Code != http.StatusOK || !strings.Contains(w.Body.String(), "is off") {
+	if w.Code != http.StatusNotImplemented || !strings.Contains(w.Body.String(), "is off") {
 		t.Errorf("without an agent: %d %s", w.Code, w.Body)
 	}
 	if s := a.Stats(); s.Answers[outcomeRefused] != 3 || s.Answers[outcomeUnknown] != 3 || s.Waiting != 0 {
 		t.Errorf("%+v", s)
+	}
+}
+
+// TestKubelet: a hook of the kubelet's, which takes every status for success, fails where nobody waits for anything.
+func TestKubelet(t *testing.T) {
+	a := newAgent()
+	mux := http.NewServeMux()
+	mux.Handle("/on", a)
+	mux.HandleFunc("/off", Off)
+	server := httptest.NewServer(mux)
+	defer server.Close()
+	for question, works := range map[string]bool{
+		"/on?timeout=1ms&service=shop/cart": true, "/on?timeout=soon&service=shop/cart": false,
+		"/on?service=cart": false, "/off?service=shop/cart": false, "/off?service=cart": false,
+	} {
+		for agent, fails := range map[string]bool{"kube-lifecycle/1.37": !works, "curl/8": false} {
+			r, err := http.NewRequest(http.MethodGet, server.URL+question, nil)
+			if err != nil {
+				t.Fatal(err)
+			}
+			r.Header.Set("User-Agent", agent)
+			answer, err := server.Client().Do(r)
+			if (err != nil) != fails {
+				t.Errorf("%s asks %s: %v", agent, question, err)
+			}
+			if err == nil {
+				answer.Body.Close()
+			}
+		}
+	}
+	if s := a.Stats(); s.Waiting != 0 {
+		t.Errorf("%d wait", s.Waiting)
 	}
 }
 

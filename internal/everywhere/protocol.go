@@ -120,6 +120,8 @@ type Answer struct {
 	// Gone counts those that were not waited for because their kubelets are gone, and GoneNodes names the first of them.
 	Gone      int      `json:"gone,omitempty"`
 	GoneNodes []string `json:"goneNodes,omitempty"`
+	// Nothing says that there is no such Service, or that no node programs it: nothing was waited for.
+	Nothing bool `json:"nothing,omitempty"`
 	// Why says why it is not everywhere.
 	Why string `json:"why,omitempty"`
 }

@@ -35,6 +35,7 @@ type answer struct {
 	// anybody who reaches the node can read this.
 	Missing     []string `json:"missing,omitempty"`
 	Quarantined int      `json:"quarantined,omitempty"`
+	Unread      int      `json:"unread,omitempty"`
 }
 
 type familyAnswer struct {
@@ -76,6 +77,7 @@ func (s *Status) answer(probe Probe) (code int, a answer) {
 		Healthy:     s.Healthy(),
 		Missing:     s.Missing,
 		Quarantined: s.Quarantined,
+		Unread:      s.Unread,
 	}
 	if !s.Updated.IsZero() {
 		family := familyAnswer{s.Updated, s.Healthy()}

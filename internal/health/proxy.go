@@ -25,8 +25,8 @@ type Options struct {
 	Waiting func() snapshot.Waiting
 	// Missing returns what is not listed yet.
 	Missing func() []string
-	// Quarantined counts the quarantined Services.
-	Quarantined func() int
+	// Quarantined counts the quarantined Services, and Unread the manifests that cannot be read.
+	Quarantined, Unread func() int
 }
 
 // Proxy is the proxy's state of health. It is safe for concurrent use. Make one with New.
@@ -97,8 +97,8 @@ type Status struct {
 	// Missing describes what is wrong with the rules, and Leaving what is wrong with the node.
 	Missing []string
 	Leaving string
-	// Quarantined counts the Services that the kernel refuses.
-	Quarantined int
+	// Quarantined counts the Services that the kernel refuses, and Unread the manifests that cannot be read.
+	Quarantined, Unread int
 }
 
 // Healthy reports whether the rules are written and recent enough.
@@ -125,6 +125,9 @@ func (p *Proxy) Status() Status {
 	s.Eligible = s.Leaving == ""
 	if p.o.Quarantined != nil {
 		s.Quarantined = p.o.Quarantined()
+	}
+	if p.o.Unread != nil {
+		s.Unread = p.o.Unread()
 	}
 	for _, trouble := range [...]struct {
 		since time.Time

@@ -22,6 +22,7 @@ type story struct {
 	waiting     time.Time
 	missing     []string
 	quarantined int
+	unread      int
 }
 
 func newStory(o Options) *story {
@@ -29,6 +30,7 @@ func newStory(o Options) *story {
 	o.Waiting = func() snapshot.Waiting { return snapshot.Waiting{Since: s.waiting} }
 	o.Missing = func() []string { return s.missing }
 	o.Quarantined = func() int { return s.quarantined }
+	o.Unread = func() int { return s.unread }
 	s.p = New(o)
 	return s
 }
@@ -165,11 +167,11 @@ func TestBodies(t *testing.T) {
 		expect("healthz", `200 {"lastUpdated":"00:00:03Z","currentTime":"00:00:03Z","nodeEligible":true,"healthy":true,`+
 			`"status":{"IPv4":{"lastUpdated":"00:00:00Z","healthy":true},`+
 			`"IPv6":{"lastUpdated":"00:00:00Z","healthy":true}}}`)
-		s.quarantined = 2
+		s.quarantined, s.unread = 2, 1
 		expect("livez", `200 {"lastUpdated":"00:00:03Z","currentTime":"00:00:03Z","healthy":true,`+
 			`"status":{"IPv4":{"lastUpdated":"00:00:00Z","healthy":true},"IPv6":{"lastUpdated":"00:00:00Z","healthy":true}},`+
-			`"quarantined":2}`)
-		s.quarantined = 0
+			`"quarantined":2,"unread":1}`)
+		s.quarantined, s.unread = 0, 0
 		s.p.InSync(leaving("the Node is being deleted"))
 		expect("healthz", `503 {"lastUpdated":"00:00:03Z","currentTime":"00:00:03Z","nodeEligible":false,"healthy":true,`+
 			`"status":{"IPv4":{"lastUpdated":"00:00:03Z","healthy":true},"IPv6":{"lastUpdated":"00:00:03Z","healthy":true}},`+

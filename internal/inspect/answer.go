@@ -7,6 +7,8 @@ import (
 	"strings"
 	"time"
 
+	"github.com/verdict-proxy/verdict/internal/preflight"
+	"github.com/verdict-proxy/verdict/internal/status"
 	"github.com/verdict-proxy/verdict/internal/terminal"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
@@ -20,11 +22,13 @@ type Answer struct {
 	Objects, Kernel *View
 	// Disagreements lists the differences, if both were asked.
 	Disagreements []string
+	// Preflight is what on this host stops the packet, if the kernel was asked.
+	Preflight []status.Finding
 	// Notes holds further remarks for the user.
 	Notes []string
 
 	sender      sender
-	routes      *routes
+	routes      *preflight.Host
 	adopted     []string
 	explanation *dataplane.Explanation
 	trace       *dataplane.Trace
@@ -35,6 +39,11 @@ type AskedPacket struct {
 	dataplane.Packet
 	// StandsFor is the word that was given instead of the Source, if any.
 	StandsFor string
+}
+
+// key is the packet's destination.
+func (p *AskedPacket) key() dataplane.Key {
+	return dataplane.Key{Addr: p.Destination, Protocol: p.Protocol, Port: p.Port}
 }
 
 // Origin tells how the rows of policy classify the sender, and why.
@@ -48,7 +57,7 @@ type View struct {
 	// From names who answers. Revision is that of the table, 0 if it has none.
 	From     string
 	Revision uint32
-	// Outcome is a dataplane.Outcome's word or "several". Why explains Cause in a sentence.
+	// Outcome is a dataplane.Outcome's word, "several" or "unreachable". Why explains Cause in a sentence.
 	Outcome string
 	Cause   dataplane.Cause
 	Why     string
@@ -76,8 +85,17 @@ type Service struct {
 	Kind string
 	// Claims lists other Services that claim the address and lost it to this one.
 	Claims []string
+	// Settings are what the Service's annotations ask for, if the objects are known.
+	Settings []Setting
 	// Connections is the count since the frontend was written; nil if it is not counted.
 	Connections *uint64
+}
+
+// Setting is what an annotation of a Service asks for.
+type Setting struct {
+	Name, Value string
+	// Without says why it changes nothing here; empty if it does.
+	Without string
 }
 
 // Ranges holds the allowed source ranges of a Service.
@@ -109,7 +127,9 @@ type Endpoint struct {
 	// Kept explains why an endpoint is not ejected although it is unhealthy; empty for others.
 	Kept string
 	// Starting says how an endpoint starts that gets less than its share because of a slow start; empty for others.
-	Starting    string
+	Starting string
+	// Trouble says why what is sent there reaches nobody; empty if nothing is known that stops it.
+	Trouble     string
 	Connections *uint64
 }
 
@@ -138,9 +158,9 @@ type NearMiss struct {
 }
 
 // fillObjects fills in the objects' answer.
-func (a *Answer) fillObjects(x *dataplane.Explanation, o *Objects, policy *Policy) {
+func (a *Answer) fillObjects(x *dataplane.Explanation, o *Objects, policy *Policy, unknown string) {
 	a.explanation, a.adopted = x, o.Adopted
-	a.Origin = a.originBy(x, o, policy)
+	a.Origin = a.originBy(x, o, policy, unknown)
 	v := &View{From: o.Source, Outcome: x.Cause.Outcome().String(), Cause: x.Cause}
 	a.Objects = v
 	if x.Frontend != nil {
@@ -174,7 +194,7 @@ func (a *Answer) noteChoice(x *dataplane.Explanation) {
 }
 
 // originBy classifies the sender by the objects' flags.
-func (a *Answer) originBy(x *dataplane.Explanation, o *Objects, policy *Policy) Origin {
+func (a *Answer) originBy(x *dataplane.Explanation, o *Objects, policy *Policy, unknown string) Origin {
 	if g := x.Origin.Guess; g.IsValid() {
 		return Origin{Pod: true, Why: fmt.Sprintf(
 			"%s is in this Node's pod range %s, so it should come in by %s: taken for a pod (or give --interface)",
@@ -188,13 +208,13 @@ func (a *Answer) originBy(x *dataplane.Explanation, o *Objects, policy *Policy) 
 	if len(o.Adopted) > 0 && o.Config.DetectLocal.Mode == dataplane.DetectClusterCIDR && !policy.detectsPods() {
 		by = "the kernel's rules"
 	}
-	return originOf(a.sender, x.Origin.Pods, x.Origin.Node, by)
+	return originOf(a.sender, knownPods{x.Origin.Pods, unknown}, x.Origin.Node, by)
 }
 
 // fillFrontend fills in the frontend.
 func (a *Answer) fillFrontend(v *View, o *Objects) {
 	x := a.explanation
-	v.Service = &Service{Port: x.Port.Name, Kind: x.Frontend.Kind.String()}
+	v.Service = &Service{Port: x.Port.Name, Kind: x.Frontend.Kind.String(), Settings: settingsOf(x)}
 	for _, c := range x.Claims[1:] {
 		v.Service.Claims = append(v.Service.Claims, c.String())
 	}
@@ -228,9 +248,6 @@ func (a *Answer) fillEndpoints(v *View, o *Objects) {
 		if !c.Reason.Included() {
 			l := ExcludedEndpoint{AddrPort: c.AddrPort, Node: c.Object.Node, Zone: c.Object.Zone, Slice: c.Slice,
 				Reason: c.Reason.String(), Why: a.exclusionText(&c, o.Config.NodeName)}
-			if c.Unhealthy != nil {
-				l.Why += o.nextProbeText(x.Port.Name.Service, c.AddrPort)
-			}
 			v.Excluded = append(v.Excluded, l)
 			continue
 		}
@@ -264,20 +281,12 @@ func unhealthyText(u *snapshot.Unhealthy) string {
 	return u.Cause.String() + " since " + u.Since.UTC().Format(time.RFC3339)
 }
 
-// nextProbeText says when the proxy tries an endpoint again; empty if that is unknown.
-func (o *Objects) nextProbeText(service snapshot.Name, endpoint netip.AddrPort) string {
-	for _, out := range o.Outliers {
-		if out.Service == service && out.Endpoint == endpoint && !out.NextProbe.IsZero() {
-			return ", next probe at " + out.NextProbe.UTC().Format(time.RFC3339)
-		}
-	}
-	return ""
-}
-
 // keptText says why an unhealthy endpoint is still in its pool.
 func keptText(u *snapshot.Unhealthy, x *dataplane.Explanation) string {
 	pool := x.Frontend.Routes[x.Row].Pool
 	switch {
+	case u.Doubtful:
+		return unhealthyText(u) + keptHere[true]
 	case x.Port.SecondChance == snapshot.SecondChanceObserve:
 		return unhealthyText(u) + ", observe only"
 	case len(pool.Endpoints)+len(pool.Ejected) == 1:
@@ -310,7 +319,7 @@ func (a *Answer) source(s dataplane.SourceSeen, endpoint netip.Addr) netip.Addr 
 	if !s.Node() {
 		return a.sender.addr
 	}
-	from, _, _ := a.routes.lookup(endpoint)
+	from, _, _ := a.routes.Route(endpoint)
 	return from
 }
 
@@ -344,7 +353,7 @@ func (a *Answer) exclusionText(c *dataplane.EndpointDecision, node string) strin
 	case dataplane.ExcludedOtherZone:
 		return otherZoneText(x.Zones, c.Object.Zone)
 	case dataplane.ExcludedUnanswered, dataplane.ExcludedRefused:
-		return unhealthyText(c.Unhealthy) + ", ejected on this node"
+		return unhealthyText(c.Unhealthy) + ejectedHere
 	}
 	return c.Reason.String()
 }
@@ -372,11 +381,39 @@ func (a *Answer) fillKernel(t *dataplane.Trace) {
 		v.Endpoints = append(v.Endpoints, Endpoint{AddrPort: d.AddrPort, Weight: int(d.Weight), Draining: d.Weight == 0,
 			Connections: &d.Connections})
 	}
+	a.fillHealth(v, t.Unhealthy)
 	for _, n := range t.Near {
 		v.NearMisses = append(v.NearMisses, NearMiss{Key: n.Key, Port: n.Port})
 	}
 	v.Why = a.whyKernel(v)
 }
+
+// fillHealth fills in what the kernel holds of the endpoints of the pool.
+func (a *Answer) fillHealth(v *View, list []dataplane.EndpointHealth) {
+	for i := range list {
+		u := &list[i]
+		if u.Ejected {
+			reason := dataplane.ExcludedUnanswered
+			if u.Cause == snapshot.Refused {
+				reason = dataplane.ExcludedRefused
+			}
+			v.Excluded = append(v.Excluded, ExcludedEndpoint{AddrPort: u.Endpoint, Reason: reason.String(),
+				Why: unhealthyText(&u.Unhealthy) + ejectedHere})
+			continue
+		}
+		for n := range v.Endpoints {
+			if v.Endpoints[n].AddrPort == u.Endpoint {
+				v.Endpoints[n].Kept = unhealthyText(&u.Unhealthy) + keptHere[u.Doubtful]
+			}
+		}
+	}
+}
+
+// keptHere follows what is wrong with an endpoint that is not ejected, by whether that is in doubt.
+var keptHere = map[bool]string{false: ", kept", true: " by some clients: it may accept others"}
+
+// ejectedHere follows what is wrong with an endpoint that is ejected.
+const ejectedHere = ", ejected on this node"
 
 // fillDestinations fills in the endpoints that the kernel would choose from, and the affinity entry.
 func (a *Answer) fillDestinations(v *View) {
@@ -416,7 +453,7 @@ func (a *Answer) compare() {
 		a.Disagreements = append(a.Disagreements, d.String())
 	}
 	for _, flag := range a.adopted {
-		a.Notes = append(a.Notes, "taken from the kernel's rules: "+flag)
+		a.Notes = append(a.Notes, "taken from the kernel: "+flag)
 	}
 }
 

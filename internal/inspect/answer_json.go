@@ -3,18 +3,20 @@ package inspect
 import (
 	"time"
 
+	"github.com/verdict-proxy/verdict/internal/status"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 )
 
 // AnswerJSON is an Answer as JSON: docs/ANSWERS.md.
 type AnswerJSON struct {
-	Packet        PacketJSON `json:"packet"`
-	Origin        OriginJSON `json:"origin"`
-	Objects       *ViewJSON  `json:"objects,omitempty"`
-	Kernel        *ViewJSON  `json:"kernel,omitempty"`
-	Agree         *bool      `json:"agree,omitempty"`
-	Disagreements []string   `json:"disagreements,omitempty"`
-	Notes         []string   `json:"notes,omitempty"`
+	Packet        PacketJSON       `json:"packet"`
+	Origin        OriginJSON       `json:"origin"`
+	Objects       *ViewJSON        `json:"objects,omitempty"`
+	Kernel        *ViewJSON        `json:"kernel,omitempty"`
+	Agree         *bool            `json:"agree,omitempty"`
+	Disagreements []string         `json:"disagreements,omitempty"`
+	Preflight     []status.Finding `json:"preflight,omitempty"`
+	Notes         []string         `json:"notes,omitempty"`
 }
 
 // PacketJSON is an AskedPacket as JSON.
@@ -56,11 +58,19 @@ type ViewJSON struct {
 
 // ServiceJSON is a Service as JSON.
 type ServiceJSON struct {
-	Name        string   `json:"name"`
-	Port        string   `json:"port,omitempty"`
-	Kind        string   `json:"kind,omitempty"`
-	Claims      []string `json:"alsoClaimedBy,omitempty"`
-	Connections *uint64  `json:"connections,omitempty"`
+	Name        string        `json:"name"`
+	Port        string        `json:"port,omitempty"`
+	Kind        string        `json:"kind,omitempty"`
+	Claims      []string      `json:"alsoClaimedBy,omitempty"`
+	Settings    []SettingJSON `json:"settings,omitempty"`
+	Connections *uint64       `json:"connections,omitempty"`
+}
+
+// SettingJSON is a Setting as JSON.
+type SettingJSON struct {
+	Name    string `json:"name"`
+	Value   string `json:"value"`
+	Without string `json:"without,omitempty"`
 }
 
 // RangesJSON are Ranges as JSON.
@@ -90,6 +100,7 @@ type EndpointJSON struct {
 	Draining    bool    `json:"draining,omitempty"`
 	Unhealthy   string  `json:"unhealthy,omitempty"`
 	Starting    string  `json:"starting,omitempty"`
+	Trouble     string  `json:"trouble,omitempty"`
 	Connections *uint64 `json:"connections,omitempty"`
 }
 
@@ -133,7 +144,8 @@ func (a *Answer) JSON(trace bool) *AnswerJSON {
 	p := &a.Packet
 	out := &AnswerJSON{
 		Packet: PacketJSON{p.Source.String(), p.StandsFor, p.Destination.String(), p.Port, p.Protocol.String(), p.Interface},
-		Origin: OriginJSON{a.Origin.Pod, a.Origin.Node, a.Origin.Why}, Disagreements: a.Disagreements, Notes: a.Notes,
+		Origin: OriginJSON{a.Origin.Pod, a.Origin.Node, a.Origin.Why}, Disagreements: a.Disagreements,
+		Preflight: a.Preflight, Notes: a.Notes,
 		Objects: a.Objects.json(false), Kernel: a.Kernel.json(trace)}
 	if a.Compared() {
 		agree := a.Agree()
@@ -149,7 +161,11 @@ func (v *View) json(trace bool) *ViewJSON {
 	out := &ViewJSON{From: v.From, Revision: v.Revision, Outcome: v.Outcome, Cause: v.Cause.String(), Why: v.Why,
 		Scheduler: v.Scheduler, Way: v.Chains, Unclear: v.Unclear}
 	if s := v.Service; s != nil {
-		out.Service = &ServiceJSON{s.Port.Service.String(), s.Port.Port, s.Kind, s.Claims, s.Connections}
+		out.Service = &ServiceJSON{Name: s.Port.Service.String(), Port: s.Port.Port, Kind: s.Kind, Claims: s.Claims,
+			Connections: s.Connections}
+		for _, set := range s.Settings {
+			out.Service.Settings = append(out.Service.Settings, SettingJSON(set))
+		}
 	}
 	if r := v.Ranges; r != nil {
 		out.Ranges = &RangesJSON{Holds: validText(r.Holds)}
@@ -179,7 +195,7 @@ func (out *ViewJSON) addEndpoints(v *View) {
 	for _, e := range v.Endpoints {
 		j := EndpointJSON{Address: e.Addr().String(), Port: e.Port(), Node: e.Node, Zone: e.Zone, Chance: e.Chance,
 			Weight: e.Weight, Source: validText(e.Source), Draining: e.Draining, Unhealthy: e.Kept,
-			Starting: e.Starting, Connections: e.Connections}
+			Starting: e.Starting, Trouble: e.Trouble, Connections: e.Connections}
 		if e.SourceSeen != nil {
 			j.Sees = e.SourceSeen.String()
 		}

@@ -6,10 +6,10 @@ import (
 	"net/netip"
 	"slices"
 	"strings"
-	"time"
 
 	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/internal/terminal"
+	"github.com/verdict-proxy/verdict/internal/units"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 )
 
@@ -25,10 +25,10 @@ func podsText(p dataplane.Pods) string {
 }
 
 // originOf classifies a sender, and explains why. By names the setting that tells pods from others.
-func originOf(s sender, pods dataplane.Pods, node bool, by string) (o Origin) {
+func originOf(s sender, pods knownPods, node bool, by string) (o Origin) {
 	addr := s.addr.String()
 	if s.standsFor != "" {
-		addr = fmt.Sprintf("%s, which stands for %s,", addr, s.standsFor)
+		addr = fmt.Sprintf("%s (example %s address)", addr, s.standsFor)
 	}
 	byInterface := pods.ByInterface()
 	if o.Node = node; node {
@@ -49,12 +49,12 @@ func originOf(s sender, pods dataplane.Pods, node bool, by string) (o Origin) {
 		o.Why = fmt.Sprintf("%s is in %s (%s): a pod", addr, pods.CIDR, by)
 	case node:
 	case !pods.Known():
-		o.Why = addr + " is no address of this node; pods cannot be told from others (no --cluster-cidr): outside"
+		o.Why = addr + " is no address of this node; pods cannot be told from others (" + pods.unknown + "): outside"
 	case byInterface && s.iface == "":
 		o.Why = fmt.Sprintf("%s is no address of this node, and its interface is not known, so not %s (%s): outside",
-			addr, podsText(pods), by)
+			addr, podsText(pods.Pods), by)
 	case byInterface:
-		o.Why = fmt.Sprintf("%s comes in by %s, not by %s (%s): outside", addr, s.iface, podsText(pods), by)
+		o.Why = fmt.Sprintf("%s comes in by %s, not by %s (%s): outside", addr, s.iface, podsText(pods.Pods), by)
 	default:
 		o.Why = fmt.Sprintf("%s is no address of this node, and not in %s (%s): outside", addr, pods.CIDR, by)
 	}
@@ -76,6 +76,12 @@ func (a *Answer) why(v *View) string {
 		}
 		return "dropped: no endpoint on this node can be used, and " + policy + " is Local"
 	case dataplane.UnusedPort:
+		switch {
+		case dst.Protocol.IsPing() && !x.Pings:
+			return "rejected: this node answers no pings of Services (--ping-services, backend, or no address of the family)"
+		case dst.Protocol.IsPing():
+			return fmt.Sprintf("rejected: %s has source ranges, or no endpoint for pings from outside", dst.Addr)
+		}
 		return fmt.Sprintf("rejected: %s is an address of a Service, and has no port %d/%s", dst.Addr, dst.Port, dst.Protocol)
 	case dataplane.Unallocated:
 		return fmt.Sprintf("dropped: no Service has %s, which lies in the ServiceCIDR %s", dst.Addr, x.CIDR)
@@ -87,7 +93,7 @@ func (a *Answer) why(v *View) string {
 				ipfamily.Of(dst.Addr))
 		}
 	}
-	return plainWhy(x.Cause, dst.Addr)
+	return plainWhy(x.Cause, dst)
 }
 
 // whyKernel explains in a sentence what the kernel does.
@@ -105,20 +111,26 @@ func (a *Answer) whyKernel(v *View) string {
 	case v.Cause == dataplane.FrontendScheduled:
 		return scheduledTo(v)
 	}
-	return plainWhy(v.Cause, a.Packet.Destination)
+	return plainWhy(v.Cause, a.Packet.key())
 }
 
 // plainWhy explains what is known without the objects.
-func plainWhy(c dataplane.Cause, dst netip.Addr) string {
+func plainWhy(c dataplane.Cause, to dataplane.Key) string {
+	dst := to.Addr
 	switch c {
 	case dataplane.NoEndpoints:
 		return "rejected: the Service has no endpoint that can be used"
 	case dataplane.NoLocalEndpoints:
 		return "dropped: no endpoint on this node can be used, and the traffic policy is Local"
 	case dataplane.UnusedPort:
+		if to.Protocol.IsPing() {
+			return fmt.Sprintf("rejected: %s is an address of a Service, and answers no ping", dst)
+		}
 		return fmt.Sprintf("rejected: %s is an address of a Service, and has no such port", dst)
 	case dataplane.Unallocated:
 		return fmt.Sprintf("dropped: no Service has %s, which lies in a ServiceCIDR", dst)
+	case dataplane.PingAnswered:
+		return fmt.Sprintf("answered: this node answers pings of %s while a Service has an endpoint there", dst)
 	case dataplane.FailoverPassed:
 		return "untouched: no endpoint on this node can be used, and verdict/external-failover is pass"
 	case dataplane.SourceRefused:
@@ -156,19 +168,6 @@ func percent(p float64) string {
 	return fmt.Sprintf("%.2g%%", p*100)
 }
 
-// spanText formats whole seconds as 30m, 1h5m or 12s.
-func spanText(d time.Duration) string {
-	text := d.Truncate(time.Second).String()
-	text = strings.TrimSuffix(text, "0s")
-	if strings.HasSuffix(text, "h0m") {
-		text = strings.TrimSuffix(text, "0m")
-	}
-	if text == "" {
-		return "0s"
-	}
-	return text
-}
-
 // labels is the width of what stands before each line.
 var labels = terminal.Columns{11}
 
@@ -191,8 +190,7 @@ func (a *Answer) Print(s *terminal.Printer, o TextOptions) {
 	if a.Packet.Interface != "" {
 		from = ", in by " + a.Packet.Interface
 	}
-	dst := netip.AddrPortFrom(a.Packet.Destination, a.Packet.Port)
-	labelled(s, "Packet", "%s -> %s/%s%s", a.Packet.Source, dst, a.Packet.Protocol, from)
+	labelled(s, "Packet", "%s -> %s%s", a.Packet.Source, a.Packet.key(), from)
 	labelled(s, "Sender", "%s", a.Origin.Why)
 	if a.Objects != nil {
 		a.printView(s, a.Objects, o)
@@ -202,6 +200,7 @@ func (a *Answer) Print(s *terminal.Printer, o TextOptions) {
 	} else {
 		a.printView(s, a.Kernel, o)
 	}
+	a.printStops(s)
 	for i, n := range a.Notes {
 		label := "Note"
 		if i > 0 {
@@ -214,6 +213,17 @@ func (a *Answer) Print(s *terminal.Printer, o TextOptions) {
 	}
 }
 
+// printStops says what to do about what stops the packet, and names it where the outcome does not.
+func (a *Answer) printStops(s *terminal.Printer) {
+	for _, f := range a.Preflight {
+		named := func(v *View) bool { return v == nil || v.Why == stoppedWhy(f) }
+		if !named(a.Objects) || !named(a.Kernel) {
+			labelled(s, "Stopped", "%s", s.Paint(terminal.Red, f.What))
+		}
+		labelled(s, "Advice", "%s", f.Advice)
+	}
+}
+
 // kindText describes a kind of frontend.
 var kindText = map[string]string{
 	"ClusterIP": "its cluster IP", "LoadBalancerIP": "a load balancer IP",
@@ -223,7 +233,7 @@ var kindText = map[string]string{
 // printView shows the answer of the objects, or that of the kernel alone.
 func (a *Answer) printView(s *terminal.Printer, v *View, o TextOptions) {
 	if sv := v.Service; sv != nil {
-		a.printService(s, v, sv)
+		a.printService(s, v, sv, o)
 	}
 	for i, r := range v.Rows {
 		label, mark := "", "  "
@@ -257,13 +267,13 @@ func (a *Answer) printView(s *terminal.Printer, v *View, o TextOptions) {
 	a.printEndpoints(s, v, o)
 }
 
-func (a *Answer) printService(s *terminal.Printer, v *View, sv *Service) {
+func (a *Answer) printService(s *terminal.Printer, v *View, sv *Service, o TextOptions) {
 	text := s.Paint(terminal.Bold, sv.Port.String())
 	if k, ok := kindText[sv.Kind]; ok {
 		text += ", " + k
 	}
 	if sv.Connections != nil {
-		text += fmt.Sprintf(", %d connections so far", *sv.Connections)
+		text += ", " + connectionsText(*sv.Connections)
 	}
 	labelled(s, "Service", "%s", text)
 	for i, c := range sv.Claims {
@@ -273,18 +283,33 @@ func (a *Answer) printService(s *terminal.Printer, v *View, sv *Service) {
 		}
 		labelled(s, label, "%s", s.Paint(terminal.Red, c+" claims that address too, and is left out there"))
 	}
-	if r := v.Ranges; r != nil {
-		var list []string
-		for _, p := range r.Ranges {
-			list = append(list, p.String())
-		}
-		text := strings.Join(list, ", ")
-		if r.Holds.IsValid() {
-			text += "; the sender is in " + r.Holds.String()
-		}
-		labelled(s, "Ranges", "%s", text)
+	printSettings(s, sv.Settings)
+	if v.Ranges != nil {
+		labelled(s, "Ranges", "%s", v.Ranges.text(o.All))
 	}
 }
+
+// text lists the ranges, and says which holds the sender. A Service may have thousands.
+func (r *Ranges) text(all bool) string {
+	shown := r.Ranges
+	if !all {
+		shown = shown[:min(MaxShown, len(shown))]
+	}
+	var list []string
+	for _, p := range shown {
+		list = append(list, p.String())
+	}
+	text := strings.Join(list, ", ")
+	if n := len(r.Ranges) - len(shown); n > 0 {
+		text += fmt.Sprintf(" and %d more (--all)", n)
+	}
+	if r.Holds.IsValid() {
+		text += "; the sender is in " + r.Holds.String()
+	}
+	return text
+}
+
+func connectionsText(n uint64) string { return terminal.Plural(int(n), "connection") + " so far" }
 
 // printAffinity shows how long a sender stays with an endpoint, and with which.
 func (a *Answer) printAffinity(s *terminal.Printer, v *View) {
@@ -294,11 +319,11 @@ func (a *Answer) printAffinity(s *terminal.Printer, v *View) {
 	}
 	label := "Affinity"
 	if f.Timeout > 0 {
-		labelled(s, label, "a sender stays with its endpoint for %s after its last connection", spanText(f.Timeout))
+		labelled(s, label, "a sender stays with its endpoint for %s after its last connection", units.Span(f.Timeout))
 		label = ""
 	}
 	if f.Endpoint.IsValid() {
-		labelled(s, label, "%s is bound to %s for %s more", a.Packet.Source, f.Endpoint, spanText(f.Left))
+		labelled(s, label, "%s is bound to %s for %s more", a.Packet.Source, f.Endpoint, units.Span(f.Left))
 	}
 }
 
@@ -408,6 +433,9 @@ func (t *endpointTable) taken(s *terminal.Printer, v *View) {
 			middle = fmt.Sprint(*e.Connections)
 		}
 		s.Line("  %s", c.Row(part, e.AddrPort.String(), middle, e.seen()))
+		if e.Trouble != "" && !v.stopped() { // by the same for all endpoints
+			s.Line("  %s", c.Row("", "", "", s.Paint(terminal.Red, e.Trouble)))
+		}
 		if e.Kept != "" {
 			s.Line("  %s", c.Row("", "", "", s.Paint(terminal.Red, e.Kept)))
 		}
@@ -468,7 +496,7 @@ func (a *Answer) printAgreement(s *terminal.Printer, o TextOptions) {
 			a.printAffinity(s, bound)
 		}
 		if k.Service != nil && k.Service.Connections != nil {
-			labelled(s, "", "%d connections so far", *k.Service.Connections)
+			labelled(s, "", "%s", connectionsText(*k.Service.Connections))
 		}
 		a.printUnclear(s, k)
 		return

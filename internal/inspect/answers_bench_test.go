@@ -47,7 +47,7 @@ func BenchmarkAnswers(b *testing.B) {
 			if err := e.gather(context.Background()); err != nil {
 				return err
 			}
-			defer e.routes.close()
+			defer e.routes.Close()
 			e.objects = o
 			_, err := e.answer(context.Background())
 			return err

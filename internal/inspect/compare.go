@@ -7,6 +7,8 @@ import (
 	"strings"
 	"time"
 
+	"github.com/verdict-proxy/verdict/internal/preflight"
+	"github.com/verdict-proxy/verdict/internal/status"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 	"github.com/verdict-proxy/verdict/sync/reconcile"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
@@ -23,6 +25,8 @@ type Comparison struct {
 	Services int
 	// Counts sums the Differences up by Service, the largest first.
 	Counts []ServiceCount
+	// Preflight is what on this host stops packets of Services although the rules are right.
+	Preflight []status.Finding
 }
 
 // ServiceCount counts the differences of one Service. The name is empty for shared elements.
@@ -83,6 +87,7 @@ func diffLine(d *dataplane.Difference) string {
 func compareOnce(ctx context.Context, i reconcile.Inspector, o *ObjectFlags, printProblems bool) (*Comparison, error) {
 	c := &Comparison{}
 	var wanted *dataplane.State
+	var facts *preflight.Facts
 	var notes []string
 	healthNote := ""
 	if o.Given() {
@@ -92,6 +97,17 @@ func compareOnce(ctx context.Context, i reconcile.Inspector, o *ObjectFlags, pri
 		}
 		wanted, notes, healthNote = w.State, w.notes, w.healthNote
 		c.Objects, c.Services = w.Objects.Source, len(wanted.Services)
+		facts = preflight.FactsOf(w.Objects.Config, w.Objects.Snap)
+	} else if settings, err := i.Settings(ctx); err == nil { // a backend that has none tells nothing
+		facts = preflight.FactsOfRules(settings)
+	}
+	if facts != nil {
+		host, err := preflight.Open()
+		if err != nil {
+			return nil, err
+		}
+		defer host.Close()
+		c.Preflight = host.Look(facts)
 	}
 	d, err := i.Differences(ctx, wanted)
 	if err != nil {
@@ -110,11 +126,11 @@ type Wanted struct {
 	State   *dataplane.State
 	Objects *Objects
 	notes   []string
-	// healthNote explains differences if the proxy did not tell which endpoints it has ejected.
+	// healthNote explains differences if the proxy did not tell which endpoints start slowly.
 	healthNote string
 }
 
-// Notes say which flags were taken from the kernel's rules, and what could not be asked.
+// Notes say which flags and ejections were taken from the kernel, and what could not be asked.
 func (w *Wanted) Notes() []string {
 	if w.healthNote == "" {
 		return w.notes
@@ -122,8 +138,8 @@ func (w *Wanted) Notes() []string {
 	return append(slices.Clip(w.notes), w.healthNote)
 }
 
-// Wanted loads the objects and computes what they ask for. Flags that are not given are taken from what the Inspector
-// reads, and the health of endpoints from the proxy on this host. PrintProblems writes to standard error what is wrong
+// Wanted loads the objects and computes what they ask for. Flags that are not given, and the health of endpoints, are
+// taken from what the Inspector reads. PrintProblems writes to standard error what is wrong
 // with the objects.
 func (o *ObjectFlags) Wanted(ctx context.Context, i reconcile.Inspector, printProblems bool) (*Wanted, error) {
 	w, err := o.LoadBeside(ctx, i, printProblems)
@@ -154,16 +170,18 @@ func (o *ObjectFlags) LoadBeside(ctx context.Context, i reconcile.Inspector, pri
 	if printProblems {
 		w.Objects.PrintProblems()
 	}
-	if !present || !settings.Scheduler { // then nobody is scheduled by it, whatever the objects ask for
+	if !present || settings.Config == nil && !settings.Scheduler { // nobody is scheduled by it, whatever objects ask for
 		w.Objects.Config.IPVS.Mode = dataplane.IPVSNever
 	}
 	if !present {
 		return w, nil
 	}
+	w.Objects.takeHealth(settings.Unhealthy)
+	w.notes = healthNotes(settings.Unhealthy)
 	for _, flag := range w.Objects.Adopted {
-		w.notes = append(w.notes, "taken from the kernel's rules: "+flag)
+		w.notes = append(w.notes, "taken from the kernel: "+flag)
 	}
-	w.healthNote = o.addHealth(ctx, w.Objects)
+	w.healthNote = o.addSlowStarts(ctx, w.Objects)
 	return w, nil
 }
 

@@ -1,6 +1,7 @@
 package inspect
 
 import (
+	"github.com/verdict-proxy/verdict/internal/status"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 )
 
@@ -15,6 +16,7 @@ type ComparisonJSON struct {
 	Contradictions []DifferenceJSON   `json:"contradictions,omitempty"`
 	Differences    []DifferenceJSON   `json:"differences,omitempty"`
 	Services       []ServiceCountJSON `json:"services,omitempty"`
+	Preflight      []status.Finding   `json:"preflight,omitempty"`
 	Notes          []string           `json:"notes,omitempty"`
 }
 
@@ -50,7 +52,7 @@ type ServiceCountJSON struct {
 // JSON gives the form that is printed, with the differences or only their counts.
 func (c *Comparison) JSON(differences bool) *ComparisonJSON {
 	out := &ComparisonJSON{Same: c.Same, Partial: c.Partial, Objects: c.Objects, IPTables: c.Programs, Wrong: c.Wrong,
-		Notes: c.Notes, Contradictions: differencesJSON(c.Contradictions)}
+		Preflight: c.Preflight, Notes: c.Notes, Contradictions: differencesJSON(c.Contradictions)}
 	for _, t := range c.Tables {
 		out.Tables = append(out.Tables, TableJSON{t.Family, t.There, t.Owner, t.Revision, t.Digest, t.Found, t.Elements})
 	}

@@ -19,6 +19,11 @@ func TestPartial(t *testing.T) {
 			"right, as far as it was checked: the kernel holds what was looked for\n"},
 		{Comparison{Same: true, Objects: "a.yaml", Differences: dataplane.Differences{Partial: true}},
 			"right, as far as it was checked: the kernel holds what was written, and what a.yaml asks for: 0 Services\n"},
+		{Comparison{Same: true, Objects: "a.yaml", Services: 1,
+			Differences: dataplane.Differences{Tables: []dataplane.InspectedTable{
+				{There: true, Name: "ip verdict", Revision: 3, Elements: 1, Unit: "element"}}}},
+			"ip verdict revision 3, 1 element\n" +
+				"right: the kernel holds what was written, and what a.yaml asks for: 1 Service\n"},
 	} {
 		var out strings.Builder
 		c.of.PrintVerify(terminal.NewPrinter(&out), false)

@@ -17,9 +17,9 @@ func (c *Comparison) describe() string {
 		switch {
 		case !t.There:
 		case t.Revision != 0:
-			parts = append(parts, fmt.Sprintf("%s revision %d, %d %s", t.Name, t.Revision, t.Elements, t.Unit))
+			parts = append(parts, fmt.Sprintf("%s revision %d, %s", t.Name, t.Revision, terminal.Plural(t.Elements, t.Unit)))
 		default:
-			parts = append(parts, fmt.Sprintf("%s %d %s", t.Name, t.Elements, t.Unit))
+			parts = append(parts, t.Name+" "+terminal.Plural(t.Elements, t.Unit))
 		}
 	}
 	text := strings.Join(parts, "; ")
@@ -60,7 +60,7 @@ func (c *Comparison) summary(s *terminal.Printer) (lines []string) {
 	for _, n := range c.Counts {
 		name := n.Service
 		if name == "" {
-			name = "(no Service's)"
+			name = "(shared)"
 		}
 		var parts []string
 		for _, p := range []struct {
@@ -82,8 +82,8 @@ func (c *Comparison) PrintDiff(s *terminal.Printer, all bool) {
 		s.Line("%s", s.Paint(terminal.Dim, "# "+n))
 	}
 	if c.Same {
-		s.Line("%s the kernel holds what %s asks for: %d Services (%s)", c.good(s, "same"), c.Objects, c.Services,
-			c.describe())
+		s.Line("%s the kernel holds what %s asks for: %s (%s)", c.good(s, "same"), c.Objects,
+			terminal.Plural(c.Services, "Service"), c.describe())
 		return
 	}
 	bounded(s, c.wrongLines(s), MaxDiffLines, all)
@@ -116,21 +116,22 @@ func (c *Comparison) PrintVerify(s *terminal.Printer, all bool) {
 	}
 	bounded(s, lines, MaxShown, all)
 	if len(c.Differences.Differences) > 0 {
-		s.Line("%s", s.Paint(terminal.Red, fmt.Sprintf("! %d lines differ from what %s asks for (verdict diff shows them):",
-			len(c.Differences.Differences), c.Objects)))
+		s.Line("%s", s.Paint(terminal.Red, fmt.Sprintf("! %s other than %s asks for (verdict diff shows more):",
+			terminal.Plural(len(c.Differences.Differences), "line"), c.Objects)))
 		bounded(s, c.summary(s), MaxShown, all)
 	}
 	switch {
 	case !c.Same:
 		s.Line("%s the kernel does not hold what it should", s.Paint(terminal.Red, "wrong:"))
 	case c.Objects != "":
-		s.Line("%s the kernel holds what was written, and what %s asks for: %d Services", c.good(s, "right"),
-			c.Objects, c.Services)
+		s.Line("%s the kernel holds what was written, and what %s asks for: %s", c.good(s, "right"),
+			c.Objects, terminal.Plural(c.Services, "Service"))
 	case c.Partial:
 		s.Line("%s the kernel holds what was looked for", c.good(s, "right"))
 	default:
 		s.Line("%s the kernel holds what was written", s.Paint(terminal.Green, "right:"))
 	}
+	PrintPreflight(s, c.Preflight)
 }
 
 // good says that nothing differs, as far as everything was compared.

@@ -17,6 +17,7 @@ import (
 	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/internal/lab"
 	"github.com/verdict-proxy/verdict/internal/lab/labtest"
+	"github.com/verdict-proxy/verdict/internal/terminal"
 	"github.com/verdict-proxy/verdict/nft"
 	"github.com/verdict-proxy/verdict/nft/iptshim/xtables"
 	"github.com/verdict-proxy/verdict/nft/kernel"
@@ -187,7 +188,7 @@ func (c *askedCluster) ask(q Question, snap *snapshot.Snapshot) (a *Answer) {
 		if err := e.gather(context.Background()); err != nil {
 			return err
 		}
-		defer e.routes.close()
+		defer e.routes.Close()
 		if snap != nil {
 			e.objects = &Objects{Source: "objects", Config: c.config, Snap: snap}
 		}
@@ -269,7 +270,10 @@ func explainAndSend(c *askedCluster) {
 		if !a.Agree() {
 			t.Fatalf("%+v: %v\n%+v", q, a.Disagreements, a.Kernel)
 		}
-		if a.Kernel.Unclear != nil || a.Notes != nil {
+		unclear := slices.DeleteFunc(slices.Clone(a.Kernel.Unclear), func(text string) bool {
+			return strings.Contains(text, "net.bridge.bridge-nf-call-") // of a plain bridge
+		})
+		if len(unclear) > 0 || a.Notes != nil {
 			t.Errorf("%+v: %v %v", q, a.Kernel.Unclear, a.Notes)
 		}
 		c.send(q, from, a)
@@ -362,13 +366,137 @@ func TestExplainDisagrees(t *testing.T) {
 	}
 }
 
+// TestExplainPing asks what becomes of pings, and sends them: as the objects and the kernel say, so it is.
+func TestExplainPing(t *testing.T) {
+	for _, by := range []string{byNFTables, byIPTablesNFT} {
+		c := newAskedCluster(t, 5, lab.Config{}, dataplane.DetectLocal{ClusterCIDRs: lab.PodRange}, by)
+		seen := map[string]int{}
+		for _, pings := range map[string][]bool{byNFTables: {true, false}, byIPTablesNFT: {true}}[by] {
+			c.config.PingServices, c.config.RejectUnusedPorts = pings, pings
+			c.write(c.snap)
+			c.askPings(seen)
+		}
+		if (seen["answered"] < 10) != (by != byNFTables) || seen["reject"] < 10 || seen["untouched"] < 10 ||
+			seen["drop"] < 1 {
+			t.Errorf("%s: pings end so: %v", by, seen)
+		}
+	}
+}
+
+// askPings asks what becomes of pings of Services, and sends them.
+func (c *askedCluster) askPings(seen map[string]int) {
+	for i, f := range ipfamily.All {
+		for n := range 13 { // one more than there are
+			for _, to := range []netip.Addr{lab.Nth(lab.ServiceRange[i], 13+n), lab.Nth(lab.ExternalRange[i], 13+n),
+				lab.Nth(lab.ExternalRange[i], 113+n)} {
+				from := []*lab.Host{c.Pods[2], c.Node, c.Outside}[c.r.IntN(3)]
+				q := Question{Source: from.IP(f), Key: dataplane.Key{Addr: to, Protocol: snapshot.ICMP}}
+				if f == ipfamily.IPv6 {
+					q.Key.Protocol = snapshot.ICMPv6
+				}
+				a := c.ask(q, c.snap)
+				want := map[string]lab.Outcome{"answered": lab.Answered, "reject": lab.Refused}[a.Objects.Outcome]
+				answer := from.Echo(to, 100*time.Millisecond).Outcome
+				if !a.Agree() || want != 0 && answer != want || want == 0 && answer == lab.Answered {
+					c.t.Errorf("%s to %s: %s, but the objects say %q, the kernel %q", from.Name, q.Key, answer, a.Objects.Why,
+						a.Kernel.Why)
+				}
+				seen[a.Objects.Outcome]++
+			}
+		}
+	}
+}
+
+// only makes a Service whose only endpoint is at an address, and returns where it answers.
+func (c *askedCluster) only(n int, endpoint netip.Addr) dataplane.Key {
+	c.t.Helper()
+	i := 0
+	if endpoint.Is6() {
+		i = 1
+	}
+	name := snapshot.Name{Namespace: "asked", Name: fmt.Sprint("only-", n)}
+	key := dataplane.Key{Addr: lab.Nth(lab.ServiceRange[i], 200+n), Protocol: snapshot.TCP, Port: 80}
+	c.snap.Apply(snapshot.Delta{
+		Services: map[snapshot.Name]*snapshot.Service{name: {Name: name, ClusterIPs: []netip.Addr{key.Addr},
+			Ports: []snapshot.Port{{Protocol: snapshot.TCP, Port: 80}}}},
+		Slices: map[snapshot.Name]*snapshot.Slice{name: {Name: name, Service: name.Name,
+			Ports:     []snapshot.SlicePort{{Protocol: snapshot.TCP, Port: askedPort}},
+			Endpoints: []snapshot.Endpoint{{Addr: endpoint, Node: "node", Ready: true, Serving: true}}}}})
+	c.write(c.snap)
+	return key
+}
+
+// asksAndDials asks about a connection and makes it: it reaches its endpoint, or explain says why it does not.
+func (c *askedCluster) asksAndDials(from *lab.Host, word string, key dataplane.Key, trouble string) {
+	c.t.Helper()
+	q := Question{Source: from.IP(ipfamily.Of(key.Addr)), Key: key}
+	if word != "" {
+		q.Source, q.Word = netip.Addr{}, word
+	}
+	a := c.ask(q, c.snap)
+	var out strings.Builder
+	a.Print(terminal.NewPrinter(&out), TextOptions{})
+	r := from.Dial(key.Protocol, netip.AddrPortFrom(key.Addr, key.Port), lab.Options{Timeout: 300 * time.Millisecond})
+	if reached := r.Outcome == lab.Answered; reached != (trouble == "") || reached != (a.Objects.Outcome == "endpoint") ||
+		a.Kernel.Outcome != a.Objects.Outcome || !strings.Contains(out.String(), trouble) || !a.Agree() {
+		c.t.Errorf("%s to %s: %s; want %q:\n%s", from.Name, key, r, trouble, &out)
+	}
+}
+
+// TestExplainUnreachable: a connection that no rule can help is not said to be sent, for reasons that real ones meet.
+func TestExplainUnreachable(t *testing.T) {
+	c := newAskedCluster(t, 6, lab.Config{}, dataplane.DetectLocal{ClusterCIDRs: lab.PodRange}, byNFTables)
+	for i, f := range ipfamily.All {
+		local, remote := c.only(4*i+1, c.Pods[0].IP(f)), c.only(4*i+2, c.RemotePods[0].IP(f))
+		c.asksAndDials(c.Node, wordNode, local, "")
+		c.asksAndDials(c.Pods[1], "", remote, "")
+		c.asksAndDials(c.Pods[1], "", c.only(4*i+3, local.Addr), "it is the cluster IP of asked/only-")
+		c.asksAndDials(c.Pods[1], "", c.only(4*i+4, lab.Nth(lab.ServiceRange[i], 250)), "it is in a ServiceCIDR")
+		family := map[ipfamily.Family]string{ipfamily.IPv4: "-4", ipfamily.IPv6: "-6"}[f]
+		labtest.Run(t, c.Node, "", "ip", family, "route", "flush", "root", lab.Node2PodRange[i].String())
+		labtest.Run(t, c.Node, "", "ip", family, "route", "flush", "exact", "default")
+		c.asksAndDials(c.Pods[1], "", remote, "stopped: this host has no route to "+c.RemotePods[0].IP(f).String())
+		c.asksAndDials(c.Node, wordNode, local, "stopped: this host has no route to "+local.Addr.String())
+		c.asksAndDials(c.Pods[1], "", local, "")
+	}
+}
+
+// TestExplainHairpin: a pod behind a bridge reaches itself through its Service only if the bridge sends it back.
+func TestExplainHairpin(t *testing.T) {
+	for _, plain := range []bool{false, true} {
+		c := newAskedCluster(t, 7, lab.Config{PodBridge: "cni0", PlainBridge: plain},
+			dataplane.DetectLocal{ClusterCIDRs: lab.PodRange}, byNFTables)
+		for i, f := range ipfamily.All {
+			key := c.only(i+1, c.Pods[0].IP(f))
+			c.asksAndDials(c.Pods[0], "", key, "")
+			var ports []string
+			for line := range strings.Lines(labtest.Run(t, c.Node, "", "ip", "-o", "link", "show", "master", "cni0")) {
+				port, _, _ := strings.Cut(strings.Fields(line)[1], "@")
+				ports = append(ports, port)
+			}
+			for _, hairpin := range []string{"off", "on"} {
+				for _, port := range ports {
+					labtest.Run(t, c.Node, "", "ip", "link", "set", port, "type", "bridge_slave", "hairpin", hairpin)
+				}
+				trouble := ""
+				if hairpin == "off" && !plain {
+					trouble = "lost: cni0 gives nothing back to the port it came from: set hairpin mode of "
+				}
+				c.asksAndDials(c.Pods[0], "", key, trouble)
+				c.asksAndDials(c.Pods[1], "", key, "")
+			}
+		}
+	}
+}
+
 // TestExplainNotCounted asks about a Service while the budget for counters is enough, not for endpoints, and for
 // nothing: explain says why it has no numbers.
 func TestExplainNotCounted(t *testing.T) {
 	c := newAskedCluster(t, 3, lab.Config{}, dataplane.DetectLocal{ClusterCIDRs: lab.PodRange}, byNFTables)
 	frontends := 0
 	for _, table := range c.backend.(*kernel.Backend).Fill() {
-		frontends += table[nft.Services].Elements + table[nft.OutsideServices].Elements
+		frontends += table[nft.Services].Elements + table[nft.InsideServices].Elements +
+			table[nft.OutsideServices].Elements
 	}
 	at := dataplane.Key{Addr: lab.Nth(lab.ServiceRange[0], 1), Protocol: snapshot.TCP, Port: 80}
 	q := Question{Source: c.Pods[2].IP(ipfamily.IPv4), Key: at}

@@ -1,18 +1,20 @@
 package inspect
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
 	"net/netip"
-	"os"
 	"slices"
+	"strings"
 	"sync"
 	"time"
 
 	"github.com/spf13/pflag"
 
 	"github.com/verdict-proxy/verdict/internal/ipfamily"
+	"github.com/verdict-proxy/verdict/internal/terminal"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 	"github.com/verdict-proxy/verdict/sync/watch"
@@ -60,9 +62,7 @@ type Objects struct {
 	Source string
 	Config dataplane.Config
 	Snap   *snapshot.Snapshot
-	// Outliers is what the proxy on this host said of endpoints, if it was asked.
-	Outliers []Outlier
-	// Problems lists what is wrong with the objects, and Adopted the flags that were taken from the kernel's rules.
+	// Problems lists what is wrong with the objects, and Adopted the flags that were taken from the kernel.
 	Problems []error
 	Adopted  []string
 }
@@ -80,9 +80,10 @@ func (o *ObjectFlags) Load(ctx context.Context, settings *dataplane.Settings, he
 	}
 	if o.From != "" {
 		out.Source = o.From
-		out.Snap, out.Problems, err = LoadManifests(o.From, out.Config.NodeName)
+		out.Snap, out.Problems, err = LoadManifests(ctx, o.From, out.Config.NodeName)
 	} else {
 		out.Source = "the API server"
+		out.Config.APIServer = watch.Client{Kubeconfig: o.Kubeconfig}.Server()
 		out.Snap, out.Problems, err = listKubernetes(ctx, o.Kubeconfig, out.Config.NodeName)
 	}
 	if err != nil {
@@ -91,24 +92,25 @@ func (o *ObjectFlags) Load(ctx context.Context, settings *dataplane.Settings, he
 	if why := MissingNode(out.Config.NodeName, out.Snap); why != nil {
 		out.Problems = append(out.Problems, why)
 	}
-	addrs, err := HostAddrs(ctx)
+	facts, err := hostFacts(ctx)
 	if err != nil && here {
 		return nil, err
 	}
+	addrs := *cmp.Or(facts.HostAddrs, &[]netip.Addr{})
 	onNode := slices.ContainsFunc(out.Snap.Node.Addresses, func(a netip.Addr) bool { return slices.Contains(addrs, a) })
 	if !here && !onNode {
-		addrs = AssumedAddrs(out.Snap.Node)
+		addrs, facts.HostNetworks = AssumedAddrs(out.Snap.Node), nil
 	}
-	out.Snap.Apply(snapshot.Delta{HostAddrs: &addrs})
+	out.Snap.Apply(snapshot.Delta{HostAddrs: &addrs, HostNetworks: facts.HostNetworks})
 	return out, nil
 }
 
 // LoadManifests is watch.Load, where "-" is standard input.
-func LoadManifests(path, node string) (*snapshot.Snapshot, []error, error) {
+func LoadManifests(ctx context.Context, path, node string) (*snapshot.Snapshot, []error, error) {
 	if path == "-" {
 		path = "/dev/stdin"
 	}
-	return watch.Load(path, node)
+	return watch.Load(ctx, path, node)
 }
 
 // MissingNode returns an error if the objects have no Node of this name; what depends on it is missing then.
@@ -120,46 +122,86 @@ func MissingNode(name string, snap *snapshot.Snapshot) error {
 		"no addresses (--hostname-override names the node)", name)
 }
 
-// adopt sets flags that are not given to what the kernel's rules say, and returns their names.
+// adopt sets flags that are not given to what is in force by the kernel, and returns them.
 func (o *ObjectFlags) adopt(c *dataplane.Config, settings *dataplane.Settings) (adopted []string) {
-	four, six := settings.Pods[ipfamily.IPv4], settings.Pods[ipfamily.IPv6]
-	said := func(names ...string) bool {
-		return o.Policy.flags.Config != "" || slices.ContainsFunc(names, o.flags.Changed)
+	if o.Policy.flags.Config != "" {
+		return nil
 	}
-	if pods := four; !said("cluster-cidr", "detect-local-mode") && (pods.Known() || six.Known()) {
-		c.DetectLocal = dataplane.DetectLocal{}
-		switch {
-		case pods.Interface != "":
-			c.DetectLocal.Mode, c.DetectLocal.Interface = dataplane.DetectBridgeInterface, pods.Interface
-			adopted = append(adopted, "--pod-bridge-interface "+pods.Interface)
-		case pods.InterfacePrefix != "":
-			c.DetectLocal.Mode, c.DetectLocal.Interface = dataplane.DetectInterfaceNamePrefix, pods.InterfacePrefix
-			adopted = append(adopted, "--pod-interface-name-prefix "+pods.InterfacePrefix)
-		default:
-			text := ""
-			for _, p := range []netip.Prefix{pods.CIDR, six.CIDR} {
-				if p.IsValid() {
-					c.DetectLocal.ClusterCIDRs = append(c.DetectLocal.ClusterCIDRs, p)
-					text += "," + p.String()
-				}
-			}
-			adopted = append(adopted, "--cluster-cidr "+text[min(1, len(text)):])
+	held := settings.Config
+	if held == nil { // by a backend, or a version, that writes no settings: rules tell some
+		held = fromRules(c, settings)
+	}
+	node := c.NodeName
+	now := *held
+	for _, given := range givenFlags {
+		if slices.ContainsFunc(given.flags, o.flags.Changed) {
+			given.keep(&now, c)
 		}
 	}
-	if !said("masquerade-all") && settings.MasqueradeAll != c.MasqueradeAll {
-		c.MasqueradeAll = settings.MasqueradeAll
-		adopted = append(adopted, fmt.Sprintf("--masquerade-all=%v", c.MasqueradeAll))
-	}
-	if !said("iptables-localhost-nodeports") && settings.LocalhostNodePorts != c.LocalhostNodePorts {
-		c.LocalhostNodePorts = settings.LocalhostNodePorts
-		adopted = append(adopted, fmt.Sprintf("--iptables-localhost-nodeports=%v", c.LocalhostNodePorts))
-	}
-	if mode := settings.SecondChance; !said("second-chance") && mode != snapshot.SecondChanceDefault &&
-		mode != c.SecondChance {
-		c.SecondChance = mode
-		adopted = append(adopted, "--second-chance="+mode.String())
+	before := c.Lines()
+	*c = now
+	c.NodeName = node
+	for _, line := range c.Lines() {
+		if slices.Contains(before, line) {
+			continue
+		}
+		name, value, _ := strings.Cut(line, "=")
+		if n := len(adopted); n > 0 && strings.HasPrefix(adopted[n-1], "--"+name+"=") { // one list
+			adopted[n-1] += "," + value
+		} else {
+			adopted = append(adopted, "--"+line)
+		}
 	}
 	return adopted
+}
+
+// givenFlags say what of the configuration stays if one of some flags is given.
+var givenFlags = []struct {
+	flags []string
+	keep  func(to, from *dataplane.Config)
+}{
+	{[]string{"bind-address"}, func(to, from *dataplane.Config) { to.NodeIP = from.NodeIP }},
+	{[]string{"cluster-cidr", "detect-local-mode", "pod-bridge-interface", "pod-interface-name-prefix"},
+		func(to, from *dataplane.Config) { to.DetectLocal = from.DetectLocal }},
+	{[]string{"masquerade-all"}, func(to, from *dataplane.Config) { to.MasqueradeAll = from.MasqueradeAll }},
+	{[]string{"nodeport-addresses", "proxy-mode", "behavior"}, func(to, from *dataplane.Config) {
+		to.NodePortAddresses, to.NodePortPrimary = from.NodePortAddresses, from.NodePortPrimary
+	}},
+	{[]string{"iptables-localhost-nodeports", "behavior"},
+		func(to, from *dataplane.Config) { to.LocalhostNodePorts = from.LocalhostNodePorts }},
+	{[]string{"feature-gates"}, func(to, from *dataplane.Config) { to.NoExternalIPs = from.NoExternalIPs }},
+	{[]string{"behavior"}, func(to, from *dataplane.Config) { to.AsKubeProxy = from.AsKubeProxy }},
+	{[]string{"second-chance", "behavior"}, func(to, from *dataplane.Config) { to.SecondChance = from.SecondChance }},
+	{[]string{"ping-services", "behavior"}, func(to, from *dataplane.Config) { to.PingServices = from.PingServices }},
+	{[]string{"reject-unused-ports", "behavior"},
+		func(to, from *dataplane.Config) { to.RejectUnusedPorts = from.RejectUnusedPorts }},
+	{[]string{"ipvs", "proxy-mode"}, func(to, from *dataplane.Config) { to.IPVS.Mode = from.IPVS.Mode }},
+	{[]string{"ipvs-scheduler"}, func(to, from *dataplane.Config) { to.IPVS.Default = from.IPVS.Default }},
+	{[]string{"ipvs-addresses"}, func(to, from *dataplane.Config) { to.IPVS.Addresses = from.IPVS.Addresses }},
+}
+
+// fromRules completes the configuration with what rules tell.
+func fromRules(c *dataplane.Config, settings *dataplane.Settings) *dataplane.Config {
+	out := *c
+	out.MasqueradeAll, out.LocalhostNodePorts = settings.MasqueradeAll, settings.LocalhostNodePorts
+	four, six := settings.Pods[ipfamily.IPv4], settings.Pods[ipfamily.IPv6]
+	if !four.Known() && !six.Known() {
+		return &out
+	}
+	out.DetectLocal = dataplane.DetectLocal{}
+	switch {
+	case four.Interface != "":
+		out.DetectLocal = dataplane.DetectLocal{Mode: dataplane.DetectBridgeInterface, Interface: four.Interface}
+	case four.InterfacePrefix != "":
+		out.DetectLocal = dataplane.DetectLocal{Mode: dataplane.DetectInterfaceNamePrefix, Interface: four.InterfacePrefix}
+	default:
+		for _, p := range []netip.Prefix{four.CIDR, six.CIDR} {
+			if p.IsValid() {
+				out.DetectLocal.ClusterCIDRs = append(out.DetectLocal.ClusterCIDRs, p)
+			}
+		}
+	}
+	return &out
 }
 
 // collector collects what a source reports until the source is synced.
@@ -180,16 +222,25 @@ func (c *collector) Synced() { c.synced() }
 // HostAddrs reads this host's addresses. It runs in the calling goroutine, whose thread may be in another network
 // namespace.
 func HostAddrs(ctx context.Context) ([]netip.Addr, error) {
+	facts, err := hostFacts(ctx)
+	if err != nil {
+		return nil, err
+	}
+	return *facts.HostAddrs, nil
+}
+
+// hostFacts reads this host's addresses and networks, as HostAddrs does.
+func hostFacts(ctx context.Context) (facts snapshot.Delta, err error) {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
 	c := collector{synced: cancel}
 	if err := (&watch.Host{}).Run(ctx, &c); err != nil {
-		return nil, err
+		return facts, err
 	}
 	if c.delta.HostAddrs == nil {
-		return nil, errors.New("the host's addresses could not be read")
+		return facts, errors.New("the host's addresses could not be read")
 	}
-	return *c.delta.HostAddrs, nil
+	return c.delta, nil
 }
 
 const (
@@ -273,10 +324,10 @@ func (o *Objects) PrintProblems() {
 	const most = 20
 	for i, p := range o.Problems {
 		if i == most {
-			fmt.Fprintf(os.Stderr, "verdict: and %d more problems\n", len(o.Problems)-i)
+			terminal.Warn("and", len(o.Problems)-i, "more problems")
 			break
 		}
-		fmt.Fprintln(os.Stderr, "verdict:", p)
+		terminal.Warn(p)
 	}
 }
 

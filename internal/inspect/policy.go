@@ -1,12 +1,10 @@
 package inspect
 
 import (
-	"fmt"
-	"os"
-
 	"github.com/spf13/pflag"
 
 	"github.com/verdict-proxy/verdict/internal/config"
+	"github.com/verdict-proxy/verdict/internal/terminal"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 )
 
@@ -37,7 +35,7 @@ func (p *Policy) Config() (dataplane.Config, error) {
 	}
 	for _, problem := range problems {
 		if problem.Severity != config.Note && !p.printed {
-			fmt.Fprintln(os.Stderr, "verdict:", problem)
+			terminal.Warn(problem)
 		}
 	}
 	p.printed = true

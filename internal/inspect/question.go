@@ -11,6 +11,7 @@ import (
 	"strings"
 
 	"github.com/verdict-proxy/verdict/internal/ipfamily"
+	"github.com/verdict-proxy/verdict/internal/preflight"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
@@ -22,9 +23,6 @@ const (
 	wordPod     = "pod"
 )
 
-// Addresses that no host has. They stand for a sender that is neither a pod nor this node (RFC 7600, RFC 6666).
-var unusedAddrs = ipfamily.Per[netip.Addr]{netip.MustParseAddr("192.0.0.8"), netip.MustParseAddr("100::8")}
-
 // Question is the packet that explain is asked about.
 type Question struct {
 	// Source is the sender's address. If it is invalid, Word is node, pod or outside.
@@ -34,7 +32,7 @@ type Question struct {
 	Key dataplane.Key
 }
 
-// ParseQuestion reads SRC and DST:PORT[/PROTO].
+// ParseQuestion reads SRC and DST:PORT[/PROTO], or DST/icmp for a ping.
 func ParseQuestion(src, dst string) (q Question, err error) {
 	if q.Key, err = parseDestination(dst); err != nil {
 		return q, err
@@ -60,7 +58,14 @@ func ParseQuestion(src, dst string) (q Question, err error) {
 
 func parseDestination(dst string) (k dataplane.Key, err error) {
 	text, proto, hasProto := strings.Cut(dst, "/")
-	k.Protocol = snapshot.TCP
+	if ping := strings.ToLower(proto); ping == "icmp" || ping == "icmpv6" || ping == "ping" {
+		return parsePing(text, dst)
+	}
+	at, err := netip.ParseAddrPort(text)
+	if err != nil {
+		return k, destinationError(text, dst)
+	}
+	k.Addr, k.Port, k.Protocol = at.Addr().Unmap(), at.Port(), snapshot.TCP
 	if hasProto {
 		i := slices.IndexFunc(protocolNames, func(p snapshot.Protocol) bool { return p.String() == strings.ToLower(proto) })
 		if i < 0 {
@@ -68,16 +73,27 @@ func parseDestination(dst string) (k dataplane.Key, err error) {
 		}
 		k.Protocol = protocolNames[i]
 	}
-	at, err := netip.ParseAddrPort(text)
-	if err != nil {
-		return k, destinationError(text, dst)
-	}
-	k.Addr, k.Port = at.Addr().Unmap(), at.Port()
 	switch {
 	case at.Addr().Zone() != "":
 		return k, fmt.Errorf("DST: %q has a zone, and Services have none", dst)
 	case k.Port == 0:
 		return k, fmt.Errorf("DST: %q: ports begin at 1", dst)
+	}
+	return k, nil
+}
+
+// parsePing reads the address of a ping.
+func parsePing(text, dst string) (k dataplane.Key, err error) {
+	if at, err := netip.ParseAddrPort(text); err == nil {
+		return k, fmt.Errorf("DST: %q: a ping has no port, write %s/icmp", dst, at.Addr())
+	}
+	k.Addr, err = netip.ParseAddr(strings.TrimSuffix(strings.TrimPrefix(text, "["), "]"))
+	if err != nil || k.Addr.Zone() != "" {
+		return k, fmt.Errorf("DST: %q is not ADDRESS/icmp, such as 10.96.0.10/icmp", dst)
+	}
+	k.Addr, k.Protocol = k.Addr.Unmap(), snapshot.ICMP
+	if k.Addr.Is6() {
+		k.Protocol = snapshot.ICMPv6
 	}
 	return k, nil
 }
@@ -88,7 +104,10 @@ var protocolNames = []snapshot.Protocol{snapshot.TCP, snapshot.UDP, snapshot.SCT
 func destinationError(text, dst string) error {
 	_, err := netip.ParseAddr(text)
 	host, port, perr := net.SplitHostPort(text)
-	switch {
+	switch kind := strings.ToLower(text); {
+	case kind == "svc" || kind == "service" || kind == "services":
+		return fmt.Errorf("DST: %q is a Service, and this command looks up no names: give its ADDRESS:PORT, or ask "+
+			"\"kubectl verdict explain POD %s\"", dst, dst)
 	case err == nil && strings.Contains(text, ":"):
 		return fmt.Errorf("DST: %q has no port: write [%s]:PORT", dst, text)
 	case err == nil:
@@ -111,10 +130,16 @@ type sender struct {
 	iface string
 }
 
+// knownPods is how pods are recognized, and why they are not if they are not.
+type knownPods struct {
+	dataplane.Pods
+	unknown string
+}
+
 // resolveSender finds the address that a word stands for, and the input interface of its packets. That is the interface
 // that routing uses for answers.
 func (q *Question) resolveSender(
-	pods dataplane.Pods, snap *snapshot.Snapshot, here []netip.Addr, r *routes, iface string,
+	pods knownPods, snap *snapshot.Snapshot, here []netip.Addr, r *preflight.Host, iface string,
 ) (s sender, err error) {
 	s = sender{addr: q.Source, standsFor: q.Word, iface: iface}
 	family := ipfamily.Of(q.Key.Addr)
@@ -126,7 +151,7 @@ func (q *Question) resolveSender(
 		s.addr, err = q.nodeAddr(snap, here, r)
 		return s, err
 	case wordOutside:
-		s.addr = unusedAddrs[family]
+		s.addr = preflight.Outside[family]
 	case wordPod:
 		if err := s.assumePod(pods, snap, family); err != nil {
 			return s, err
@@ -139,18 +164,18 @@ func (q *Question) resolveSender(
 		}
 		return s, nil
 	}
-	if _, by, ok := r.lookup(s.addr); ok && s.iface == "" {
+	if _, by, ok := r.Route(s.addr); ok && s.iface == "" {
 		s.iface = by
 	}
 	return s, nil
 }
 
 // nodeAddr returns the address that this node would send from.
-func (q *Question) nodeAddr(snap *snapshot.Snapshot, here []netip.Addr, r *routes) (netip.Addr, error) {
+func (q *Question) nodeAddr(snap *snapshot.Snapshot, here []netip.Addr, r *preflight.Host) (netip.Addr, error) {
 	if q.Key.Addr.IsLoopback() {
 		return q.Key.Addr, nil
 	}
-	if a, _, ok := r.lookup(q.Key.Addr); ok {
+	if a, _, ok := r.Route(q.Key.Addr); ok {
 		return a, nil
 	}
 	candidates := slices.Clone(here)
@@ -167,7 +192,7 @@ func (q *Question) nodeAddr(snap *snapshot.Snapshot, here []netip.Addr, r *route
 }
 
 // assumePod chooses an address for a pod: the last one of the pods' range, which most likely is unused.
-func (s *sender) assumePod(pods dataplane.Pods, snap *snapshot.Snapshot, family ipfamily.Family) error {
+func (s *sender) assumePod(pods knownPods, snap *snapshot.Snapshot, family ipfamily.Family) error {
 	var ranges []netip.Prefix
 	switch {
 	case pods.CIDR.IsValid():
@@ -179,25 +204,15 @@ func (s *sender) assumePod(pods dataplane.Pods, snap *snapshot.Snapshot, family 
 		if snap != nil {
 			ranges = append(ranges, snap.Node.PodCIDRs...)
 		}
-		s.addr = unusedAddrs[family]
+		s.addr = preflight.Outside[family]
 	default:
-		return errors.New("SRC: pods cannot be told from others here (--cluster-cidr is not given): give an address")
+		return fmt.Errorf("SRC: pods cannot be told from others here (%s): give an address", pods.unknown)
 	}
 	for _, p := range ranges {
 		if family.Has(p.Addr()) {
-			s.addr = lastHostAddr(p)
+			s.addr = preflight.UnusedAddr(p)
 			break
 		}
 	}
 	return nil
-}
-
-// lastHostAddr returns the second last address of a range, because the last one may be a broadcast address.
-func lastHostAddr(p netip.Prefix) netip.Addr {
-	b := p.Masked().Addr().AsSlice()
-	for bit := p.Bits(); bit < 8*len(b)-1; bit++ {
-		b[bit/8] |= 0x80 >> (bit % 8)
-	}
-	a, _ := netip.AddrFromSlice(b)
-	return a
 }

@@ -5,12 +5,13 @@ import (
 	"io"
 	"time"
 
+	"github.com/verdict-proxy/verdict/internal/terminal"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 )
 
 // WriteJSON prints an answer as JSON.
 func WriteJSON(w io.Writer, v any) error {
-	e := json.NewEncoder(w)
+	e := json.NewEncoder(terminal.NewPrinter(w))
 	e.SetIndent("", "  ")
 	e.SetEscapeHTML(false)
 	return e.Encode(v)
@@ -34,15 +35,16 @@ type PortSampleJSON struct {
 	Total      uint64               `json:"total"`
 	NotCounted bool                 `json:"notCounted,omitempty"`
 	Choices    int                  `json:"endpointCount"`
+	AtMost     bool                 `json:"endpointCountAtMost,omitempty"`
 	Scheduled  bool                 `json:"scheduled,omitempty"`
 	IPVS       *SchedulerJSON       `json:"ipvs,omitempty"`
 	Frontends  []FrontendSampleJSON `json:"frontends"`
 	Endpoints  []EndpointSampleJSON `json:"endpoints,omitempty"`
-	Ejected    []OutlierJSON        `json:"ejected,omitempty"`
+	Ejected    []EjectedJSON        `json:"ejected,omitempty"`
 }
 
-// OutlierJSON is an ejected Outlier as JSON.
-type OutlierJSON struct {
+// EjectedJSON is an ejected endpoint as JSON.
+type EjectedJSON struct {
 	Address string    `json:"address"`
 	Port    uint16    `json:"port"`
 	Cause   string    `json:"cause"`
@@ -95,9 +97,8 @@ func (s *Sample) JSON(shown int) *SampleJSON {
 }
 
 func (p *PortSample) json() PortSampleJSON {
-	out := PortSampleJSON{Service: p.Name, Rate: p.Rate, Total: p.Total, Choices: p.Choices, Scheduled: p.Scheduled,
-		NotCounted: p.NotCounted,
-		IPVS:       schedulerJSON(p.Scheduler)}
+	out := PortSampleJSON{Service: p.Name, Rate: p.Rate, Total: p.Total, Choices: p.Choices, AtMost: p.AtMost,
+		Scheduled: p.Scheduled, NotCounted: p.NotCounted, IPVS: schedulerJSON(p.Scheduler)}
 	if p.Port != (dataplane.PortName{}) {
 		out.Service, out.Port = p.Port.Service.String(), p.Port.Port
 	}
@@ -112,7 +113,7 @@ func (p *PortSample) json() PortSampleJSON {
 	}
 	for _, o := range p.Ejected {
 		out.Ejected = append(out.Ejected,
-			OutlierJSON{o.Endpoint.Addr().String(), o.Endpoint.Port(), o.Cause.String(), o.Since})
+			EjectedJSON{o.Endpoint.Addr().String(), o.Endpoint.Port(), o.Cause.String(), o.Since})
 	}
 	return out
 }

@@ -107,13 +107,14 @@ func (p *portMeter) scheduled() bool {
 	return slices.ContainsFunc(p.frontends, func(f *frontendMeter) bool { return f.Scheduled })
 }
 
-// choices returns the size of the largest pool of any frontend of the port.
-func (p *portMeter) choices() int {
-	n := 0
+// choices returns the size of the largest pool of any frontend of the port. It may be a bound.
+func (p *portMeter) choices() (n int, atMost bool) {
 	for _, f := range p.frontends {
-		n = max(n, f.Endpoints)
+		if f.Endpoints > n {
+			n, atMost = f.Endpoints, f.AtMost
+		}
 	}
-	return n
+	return n, atMost
 }
 
 // Sampler reads counters repeatedly, and computes rates.
@@ -133,6 +134,8 @@ type Sampler struct {
 	round            int
 	next             int
 	order            []*frontendMeter
+	// unhealthy is what the tables said of endpoints.
+	unhealthy []dataplane.EndpointHealth
 	// read is how many elements the last sample read.
 	read int
 }
@@ -185,7 +188,7 @@ func (s *Sampler) readAll(ctx context.Context) error {
 	}
 	s.round++
 	s.read += c.Read
-	s.version, s.counted, s.listed = c.Version, c.Counted, s.now()
+	s.version, s.counted, s.listed, s.unhealthy = c.Version, c.Counted, s.now(), c.Unhealthy
 	for i := range c.Frontends {
 		s.record(&c.Frontends[i], s.listed)
 	}
@@ -251,6 +254,7 @@ func (s *Sampler) readSlice(ctx context.Context, visible []string, most int) err
 		return s.readAll(ctx)
 	}
 	s.read += c.Read
+	s.unhealthy = c.Unhealthy
 	at := s.now()
 	for i := range c.Frontends {
 		m := s.frontends[c.Frontends[i].Counted]
@@ -282,7 +286,7 @@ func (s *Sampler) endpoints(ctx context.Context, names []string) error {
 	return nil
 }
 
-// record stores readings of all endpoints of a port.
+// take stores readings of all endpoints of a port.
 func (p *portMeter) take(c *dataplane.Counters, now time.Time) {
 	found := map[netip.AddrPort]*endpointMeter{}
 	at := func(ep netip.AddrPort) *endpointMeter {
@@ -344,15 +348,17 @@ type PortSample struct {
 	Total uint64
 	// NotCounted is true if no frontend of the port is counted.
 	NotCounted bool
-	// Choices is the size of the largest pool of any frontend. Scheduled is true if IPVS chooses.
+	// Choices is the size of the largest pool of any frontend; AtMost says that it is a bound, at most a quarter too
+	// large. Scheduled is true if IPVS chooses.
 	Choices   int
+	AtMost    bool
 	Scheduled bool
 	// Scheduler is nil, and Frontends and Endpoints are empty, unless the port is expanded.
 	Scheduler *dataplane.SchedulerCount
 	Frontends []FrontendSample
 	Endpoints []EndpointSample
 	// Ejected are endpoints of the Service that new connections from this node do not reach, whatever their port.
-	Ejected []Outlier
+	Ejected []dataplane.EndpointHealth
 }
 
 // FrontendSample is a frontend in a sample.
@@ -385,15 +391,17 @@ func (s *Sampler) Result(order string, interval time.Duration) *Sample {
 	out := &Sample{Interval: interval, Counted: s.counted, Ports: make([]PortSample, 0, len(s.ports))}
 	for _, p := range s.ports {
 		rate, total := p.sum()
+		choices, atMost := p.choices()
 		out.Rate += rate
 		out.Ports = append(out.Ports, PortSample{Port: p.port, Name: p.name, Rate: rounded(rate), Total: total,
-			Choices:   p.choices(),
+			Choices: choices, AtMost: atMost,
 			Scheduled: p.scheduled(), NotCounted: p.notCounted()})
 	}
 	out.Rate = rounded(out.Rate)
 	slices.SortFunc(out.Ports, func(a, b PortSample) int {
 		return compareIn(order, a.Rate, b.Rate, a.Total, b.Total, a.Name, b.Name)
 	})
+	out.addHealth(s.unhealthy)
 	return out
 }
 
@@ -454,12 +462,13 @@ func (s *Sampler) Detailed(order string, interval time.Duration, expanded map[st
 	return sample
 }
 
-// addOutliers gives each port the endpoints that are ejected from its Service.
-func (s *Sample) addOutliers(outliers []Outlier) {
-	ejected := map[snapshot.Name][]Outlier{}
-	for _, o := range outliers {
-		if o.Ejected {
-			ejected[o.Service] = append(ejected[o.Service], o)
+// addHealth gives each port the endpoints that are ejected from its Service, each once.
+func (s *Sample) addHealth(list []dataplane.EndpointHealth) {
+	ejected := map[snapshot.Name][]dataplane.EndpointHealth{}
+	for _, e := range list {
+		same := func(o dataplane.EndpointHealth) bool { return o.Endpoint == e.Endpoint }
+		if of := ejected[e.Port.Service]; e.Ejected && !slices.ContainsFunc(of, same) {
+			ejected[e.Port.Service] = append(of, e)
 		}
 	}
 	for i := range s.Ports {

@@ -7,13 +7,15 @@ import (
 	"io"
 	"net/netip"
 	"net/url"
+	"os"
 	"time"
 
 	"github.com/verdict-proxy/verdict/internal/status"
 	"github.com/verdict-proxy/verdict/internal/terminal"
+	"github.com/verdict-proxy/verdict/sync/dataplane"
 )
 
-// LoadStatus asks the proxy on this host how far it has come, with the digests of some Services (NAMESPACE/NAME), or of
+// LoadStatus asks the proxy on this host for its sync status, with the digests of some Services (NAMESPACE/NAME), or of
 // all. Addr is the address of its health server, as for LoadOutliers.
 func LoadStatus(ctx context.Context, addr netip.AddrPort, services []string, all bool) (*status.Status, error) {
 	query := url.Values{}
@@ -43,6 +45,18 @@ func LoadStatus(ctx context.Context, addr netip.AddrPort, services []string, all
 		}
 		query.Set("after", next)
 	}
+}
+
+// NodeName returns the name of this node in the cluster, by the proxy whose health server is at an address. Without
+// one it is the host's name, which may be another.
+func NodeName(ctx context.Context, addr netip.AddrPort) string {
+	if addr.IsValid() {
+		if s, err := LoadStatus(ctx, addr, nil, false); err == nil && s.Node != "" {
+			return s.Node
+		}
+	}
+	host, _ := os.Hostname()
+	return "host " + host
 }
 
 // PrintStatus prints the status of one node.
@@ -79,12 +93,44 @@ func PrintStatus(p *terminal.Printer, s *status.Status) {
 			p.Line("  %s of %s for %s: %s", n.Endpoint, n.Service, age(s.Time, n.Since), n.Cause)
 		}
 	}
+	for _, u := range s.Unread {
+		row("unread", "%s", p.Paint(terminal.Red, u.File+" for "+age(s.Time, u.Since)+": "+u.Error))
+	}
+	PrintPreflight(p, s.Preflight)
 	printDrift(p, row, s)
 	if l := s.Ledger; l != nil {
 		printLedger(p, row, l)
 	}
 	for _, d := range s.Digests {
 		p.Line("%016x %s for %s", uint64(d.Digest), d.Service, age(s.Time, d.Since))
+	}
+}
+
+// PrintInForce prints what the kernel says is in force: settings, and endpoints that are ejected.
+func PrintInForce(p *terminal.Printer, s *dataplane.Settings) {
+	rows := terminal.Columns{14}
+	if s.Config != nil {
+		for i, line := range s.Config.Lines() {
+			name := ""
+			if i == 0 {
+				name = "in force"
+			}
+			p.Line("%s", rows.Row(name, "--"+line))
+		}
+	}
+	for i := range s.Unhealthy {
+		if e := &s.Unhealthy[i]; e.Ejected {
+			p.Line("%s", rows.Row("ejected", e.Endpoint.String()+" of "+e.Port.String()+", "+unhealthyText(&e.Unhealthy)))
+		}
+	}
+}
+
+// PrintPreflight prints what was found on a host, each with what to do.
+func PrintPreflight(p *terminal.Printer, found []status.Finding) {
+	rows := terminal.Columns{14}
+	for _, f := range found {
+		p.Line("%s", rows.Row(f.Check, p.Paint(terminal.Red, f.What)))
+		p.Line("%s", rows.Row("", f.Advice))
 	}
 }
 
@@ -119,6 +165,9 @@ func printLedger(p *terminal.Printer, row func(name, format string, args ...any)
 		text += p.Paint(terminal.Red, ", "+terminal.Plural(int(l.Missing), "record")+" missing")
 	}
 	row("ledger", "%s", text)
+	if l.Error != "" {
+		row("", "%s", p.Paint(terminal.Red, "it cannot be written: "+l.Error))
+	}
 }
 
 // age says how long before a moment another one was.

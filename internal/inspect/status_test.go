@@ -27,8 +27,11 @@ func TestLoadStatus(t *testing.T) {
 				Error: "invalid"}}},
 			Ejected: status.Ejected{Count: 1, Endpoints: []status.EjectedEndpoint{{Service: "a/e", Endpoint: "10.0.0.1:80",
 				Cause: "refused", Since: then}}},
-			Drift:   status.Drift{Checked: &now, Found: 2, FoundAt: &then, Last: []string{"an element"}},
-			Ledger:  &status.Ledger{Record: 8, Digest: "2931cbec41112a0b2d19479b851a0272", Missing: 3},
+			Unread:    []status.Unread{{File: "/etc/a.yaml", Since: then, Error: "no answer within 10s"}},
+			Preflight: []status.Finding{{Check: "no-forwarding", What: "this host forwards nothing", Advice: "let it"}},
+			Drift:     status.Drift{Checked: &now, Found: 2, FoundAt: &then, Last: []string{"an element"}},
+			Ledger: &status.Ledger{Record: 8, Digest: "2931cbec41112a0b2d19479b851a0272", Missing: 3,
+				Error: "no space left"},
 			Digests: []status.ServiceDigest{{Service: "a/1", Digest: 1, Since: then}}, Next: "a/1"}
 		if r.URL.Query().Get("after") != "" {
 			s.Digests, s.Next = []status.ServiceDigest{{Service: "a/2", Digest: 2, Since: then}}, ""
@@ -52,8 +55,11 @@ func TestLoadStatus(t *testing.T) {
 		"pending       1 Service and 0 EndpointSlices, the oldest for 3s\n", "failing       for 1m30s: no room\n",
 		"  a/q for 1m30s: invalid\n", "  10.0.0.1:80 of a/e for 1m30s: refused\n",
 		"drift         2 changes by other programs, the last 1m30s ago, not repaired yet\n  an element\n",
+		"unread        /etc/a.yaml for 1m30s: no answer within 10s\n",
+		"no-forwarding this host forwards nothing\n              let it\n",
 		"0000000000000002 a/2 for 1m30s\n",
-		"ledger        record 8, digest 2931cbec41112a0b2d19479b851a0272, 3 records missing\n",
+		"ledger        record 8, digest 2931cbec41112a0b2d19479b851a0272, 3 records missing\n" +
+			"              it cannot be written: no space left\n",
 	} {
 		if !strings.Contains(text.String(), want) {
 			t.Errorf("there is no %q in\n%s", want, text.String())

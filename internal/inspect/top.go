@@ -18,20 +18,11 @@ type Top struct {
 	Sampler *Sampler
 	// Service, if not empty, is the only Service, or Service port, that is shown.
 	Service string
+	// Node is the name of the node, for the heading.
+	Node string
 	// Order is one of Orders, and Interval the time between two samples.
 	Order    string
 	Interval time.Duration
-	// Outliers, if not nil, asks the proxy which endpoints it has ejected. Nothing is shown of them if it does not answer.
-	Outliers func(context.Context) ([]Outlier, error)
-}
-
-// outliers asks the proxy.
-func (t *Top) outliers(ctx context.Context) []Outlier {
-	if t.Outliers == nil {
-		return nil
-	}
-	list, _ := t.Outliers(ctx)
-	return list
 }
 
 // Once takes one sample over the Interval. It has the frontends of the first ports, at most so many as are shown, and
@@ -63,7 +54,6 @@ func (t *Top) Once(ctx context.Context, most int) (sample *Sample, shown int, er
 		return nil, 0, err
 	}
 	sample = s.Result(t.Order, t.Interval)
-	sample.addOutliers(t.outliers(ctx))
 	shown = min(len(sample.Ports), most)
 	for i := range sample.Ports[:shown] {
 		s.Details(&sample.Ports[i], t.Order)
@@ -75,8 +65,7 @@ func (t *Top) Once(ctx context.Context, most int) (sample *Sample, shown int, er
 func (t *Top) Live(ctx context.Context, in, out *os.File) (err error) {
 	s := t.Sampler
 	s.Only = t.Service
-	node, _ := os.Hostname()
-	v := NewTopView(node, t.Order, t.Interval)
+	v := NewTopView(t.Node, t.Order, t.Interval)
 	screen, err := terminal.OpenScreen(in, out)
 	if err != nil {
 		return err
@@ -91,9 +80,6 @@ func (t *Top) Live(ctx context.Context, in, out *os.File) (err error) {
 		ports, expanded := v.Visible()
 		err := s.Sample(ctx, ports, expanded, t.Interval, false)
 		sample := s.Detailed(v.order, v.interval, v.expanded)
-		if err == nil {
-			sample.addOutliers(t.outliers(ctx))
-		}
 		v.Show(sample, err)
 	}
 	read()

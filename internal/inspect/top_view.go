@@ -327,6 +327,9 @@ func choicesText(p *PortSample) string {
 	case p.Choices == 0:
 		return "none"
 	}
+	if p.AtMost {
+		return "≤" + units.Thousands(p.Choices)
+	}
 	return units.Thousands(p.Choices)
 }
 

@@ -90,9 +90,9 @@ func (f *files) exposed() (path string, mode fs.FileMode) {
 // continueLast opens the last segment behind its last complete record. If it has none, since its writer ended before
 // the first one was complete, the chain goes on from the segments before it.
 func (f *files) continueLast(before []string) error {
-	file, err := os.OpenFile(f.path, os.O_RDWR|os.O_APPEND|syscall.O_NOFOLLOW, 0o600)
+	file, err := openRegular(f.path, os.O_RDWR|os.O_APPEND|syscall.O_NOFOLLOW)
 	if err != nil {
-		return fmt.Errorf("ledger: %w", err)
+		return err
 	}
 	r := &Reader{}
 	if err := r.open(f.path); err != nil {
@@ -116,6 +116,38 @@ func (f *files) continueLast(before []string) error {
 		return fmt.Errorf("ledger: %w", err)
 	}
 	return nil
+}
+
+// openRegular opens a file that is there. It does not wait for the other end of a pipe.
+func openRegular(path string, flag int) (*os.File, error) {
+	file, err := os.OpenFile(path, flag|syscall.O_NONBLOCK, 0)
+	if err != nil {
+		return nil, fmt.Errorf("ledger: %w", err)
+	}
+	info, err := file.Stat()
+	if err == nil && !info.Mode().IsRegular() {
+		err = errors.New("not a regular file")
+	}
+	if err != nil {
+		return nil, errors.Join(fmt.Errorf("ledger: %s: %w", path, err), file.Close())
+	}
+	return file, nil
+}
+
+// gone reports whether the last segment was removed or another file is in its place, and how many records it has, which
+// nobody has then.
+func (f *files) gone() (records uint64, gone bool) {
+	if f.file == nil {
+		return 0, false
+	}
+	there, err := os.Lstat(f.path)
+	own, serr := f.file.Stat()
+	if err != nil && !errors.Is(err, fs.ErrNotExist) || serr != nil || err == nil && os.SameFile(there, own) {
+		return 0, false // what else is wrong, the next write says
+	}
+	first := f.number + 1
+	_, _ = fmt.Sscanf(filepath.Base(f.path), segmentFormat, &first) // which has named it
+	return f.number + 1 - min(first, f.number+1), true
 }
 
 // next begins a new segment.

@@ -14,6 +14,7 @@ import (
 	"slices"
 	"strings"
 	"sync"
+	"syscall"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -533,6 +534,79 @@ func TestGaps(t *testing.T) {
 			}
 		})
 	}
+}
+
+// TestRemoved: a directory or a file that is removed, or moved away, while it is written takes no further record; the
+// ones that it took are counted, and the ledger goes on in a new one.
+func TestRemoved(t *testing.T) {
+	for name, remove := range map[string]func(dir, file string) error{
+		"the directory is removed": func(dir, _ string) error { return os.RemoveAll(dir) },
+		"the directory is moved":   func(dir, _ string) error { return os.Rename(dir, dir+"-old") },
+		"the file is removed":      func(_, file string) error { return os.Remove(file) },
+		"the file is replaced": func(_, file string) error {
+			return errors.Join(os.Remove(file), os.WriteFile(file, nil, 0o600))
+		},
+	} {
+		synctest.Test(t, func(t *testing.T) {
+			n := newNode(t, 1<<20)
+			n.run()
+			for i := range 5 {
+				n.commit("a", fmt.Sprint(i), false)
+			}
+			time.Sleep(time.Second)
+			before := n.Stats()
+			if err := remove(n.dir, filepath.Join(n.dir, fmt.Sprintf(segmentFormat, 1))); err != nil {
+				t.Fatal(err)
+			}
+			time.Sleep(2 * basePause) // it is noticed without a record
+			if s := n.Stats(); s.Missing != before.Records || before.Records < 6 {
+				t.Errorf("%s: %d records are missing; want %d", name, s.Missing, before.Records)
+			}
+			n.commit("b", "known", false)
+			time.Sleep(time.Second)
+			n.stop()
+			list, r := read(t, n.dir)
+			if len(r.Breaks()) > 0 || list[0].Kind != Lost || list[0].Missing != before.Records {
+				t.Errorf("%s: it begins with %+v, %v", name, list[0], r.Breaks())
+			}
+			if known := n.replayAll(); known != 1 {
+				t.Errorf("%s: %d moments are known after it", name, known)
+			}
+			if text := n.log.String(); strings.Count(text, "removed or replaced") != 1 || n.Stats().Error != "" {
+				t.Errorf("%s: the log says %s, the status %q", name, text, n.Stats().Error)
+			}
+		})
+	}
+}
+
+// TestPipe: what is no file is waited for by nobody, and the status says why nothing is written.
+func TestPipe(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		n := newNode(t, 1<<20)
+		pipe := filepath.Join(n.dir, "ledger-000000000001.jsonl")
+		if err := errors.Join(os.Mkdir(n.dir, 0o700), syscall.Mkfifo(pipe, 0o600)); err != nil {
+			t.Fatal(err)
+		}
+		want := "ledger: " + pipe + ": not a regular file"
+		n.run()
+		n.commit("a", "1", false)
+		time.Sleep(2 * diskPause)
+		if s := n.Stats(); s.Missing != 2 || s.Error != want {
+			t.Errorf("%d records are missing, since %q", s.Missing, s.Error)
+		}
+		if _, err := Open(n.dir, time.Time{}); err == nil || err.Error() != want {
+			t.Errorf("%v", err)
+		}
+		if err := os.Remove(pipe); err != nil {
+			t.Fatal(err)
+		}
+		n.commit("a", "2", false)
+		time.Sleep(time.Second)
+		n.stop()
+		if list, _ := read(t, n.dir); len(list) < 3 || n.Stats().Error != "" {
+			t.Errorf("%d records, error %q", len(list), n.Stats().Error)
+		}
+	})
 }
 
 // TestNeverBlocks: without anybody who writes, events cost a copy, and at most so many wait.

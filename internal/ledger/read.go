@@ -121,9 +121,9 @@ func lastOf(file string) (*Record, error) {
 }
 
 func (r *Reader) open(file string) error {
-	f, err := os.Open(file)
+	f, err := openRegular(file, os.O_RDONLY)
 	if err != nil {
-		return fmt.Errorf("ledger: %w", err)
+		return err
 	}
 	if r.closer != nil {
 		_ = r.closer.Close() // it was only read

@@ -12,11 +12,19 @@ import (
 // TimeLayout is how the time of a record is printed, in local time.
 const TimeLayout = "2006-01-02 15:04:05.000"
 
-var columns = terminal.Columns{len(TimeLayout) + 1, 48, 14}
+// columnsFor returns the columns of a line. Causes get what a terminal leaves them, and continue below themselves.
+func columnsFor(p *terminal.Printer) terminal.Columns {
+	const rest = 14 + len("123.4 ms")
+	cause := 48
+	if p.Width() > 0 {
+		cause = max(min(cause, p.Width()-len(TimeLayout)-1-rest), 20)
+	}
+	return terminal.Columns{len(TimeLayout) + 1, cause, 14}
+}
 
 // PrintHead prints the heads of the columns of Print.
 func PrintHead(p *terminal.Printer) {
-	p.Line("%s", p.Paint(terminal.Bold, columns.Row("TIME", "CAUSE", "ELEMENTS", "TOOK")))
+	p.Line("%s", p.Paint(terminal.Bold, columnsFor(p).Row("TIME", "CAUSE", "ELEMENTS", "TOOK")))
 }
 
 // Print prints a record as a line.
@@ -30,7 +38,15 @@ func (r *Record) Print(p *terminal.Printer) {
 	case r.Kind != Change:
 		cause = p.Paint(terminal.Dim, cause)
 	}
-	p.Line("%s", columns.Row(r.At.Local().Format(TimeLayout), cause, wrote, took))
+	columns := columnsFor(p)
+	first, below := cause, ""
+	if p.Width() > 0 {
+		first, below, _ = strings.Cut(terminal.Wrap(cause, columns[1]-1, 0), "\n")
+	}
+	p.Line("%s", columns.Row(r.At.Local().Format(TimeLayout), first, wrote, took))
+	for line := range strings.Lines(below) {
+		p.Line("%s", columns.Row("", strings.TrimSuffix(line, "\n"), ""))
+	}
 	for _, text := range r.Findings {
 		p.Line("  %s", text)
 	}

@@ -70,6 +70,8 @@ type State interface {
 type Stats struct {
 	Records, Missing, Errors uint64
 	Bytes                    int64
+	// Dir is where the files are. Error says why they cannot be written now; empty if they can.
+	Dir, Error string
 	// Number and Sum are those of the last record.
 	Number uint64
 	Sum    string
@@ -85,6 +87,7 @@ type Writer struct {
 		records, missing, errors atomic.Uint64
 		bytes                    atomic.Int64
 		last                     atomic.Pointer[lastRecord]
+		err                      atomic.Pointer[string]
 	}
 
 	// The fields up to here are used by both sides, these by the loop's goroutine alone: the batches that were sent since
@@ -134,7 +137,10 @@ func New(o Options) *Writer {
 // Stats returns what was counted so far. It is safe for concurrent use.
 func (w *Writer) Stats() Stats {
 	s := Stats{Records: w.stats.records.Load(), Missing: w.stats.missing.Load(), Errors: w.stats.errors.Load(),
-		Bytes: w.stats.bytes.Load()}
+		Bytes: w.stats.bytes.Load(), Dir: w.o.Dir}
+	if err := w.stats.err.Load(); err != nil {
+		s.Error = *err
+	}
 	if last := w.stats.last.Load(); last != nil {
 		s.Number, s.Sum = last.number, last.sum
 	}
@@ -193,6 +199,7 @@ func (w *Writer) run(ctx context.Context) {
 		case e := <-w.queue:
 			w.take(&e)
 		case <-tick.C:
+			w.refind()
 			w.ensureBase()
 		}
 	}
@@ -340,6 +347,7 @@ func (w *Writer) packed(r *Record, batch []byte) *Record {
 
 // write writes a record, after one that says how many are missing since the last one that could be written.
 func (w *Writer) write(r *Record) bool {
+	w.refind()
 	if w.failing && time.Now().Before(w.retryAt) {
 		return w.missing()
 	}
@@ -349,19 +357,43 @@ func (w *Writer) write(r *Record) bool {
 			return w.missing()
 		}
 	}
-	if n := w.files.missing; n > 0 {
-		w.baseKnown, w.repaired = false, false
-		if err := w.append(&Record{At: r.At, Kind: Lost, Missing: n}); err != nil {
-			w.failed(err)
-			return w.missing()
-		}
-		w.files.missing = 0
+	if w.files.missing > 0 && !w.writeLost(r.At) {
+		return w.missing()
 	}
 	if err := w.append(r); err != nil {
 		w.failed(err)
 		return w.missing()
 	}
 	return true
+}
+
+// writeLost writes a record that says how many are missing.
+func (w *Writer) writeLost(at time.Time) bool {
+	w.baseKnown, w.repaired = false, false
+	if err := w.append(&Record{At: at, Kind: Lost, Missing: w.files.missing}); err != nil {
+		w.failed(err)
+		return false
+	}
+	w.files.missing = 0
+	return true
+}
+
+// refind opens the files again, or makes new ones, if somebody has removed or replaced the last one.
+func (w *Writer) refind() {
+	n, gone := w.files.gone()
+	if !gone {
+		return
+	}
+	w.o.Log.Error("the last file of the ledger was removed or replaced; its records are missing, and another one begins",
+		"file", w.files.path, "records", n)
+	w.files.missing += n
+	w.stats.missing.Add(n)
+	w.baseKnown, w.repaired = false, false
+	if err := w.files.open(); err != nil {
+		w.failed(err)
+		return
+	}
+	w.writeLost(time.Now())
 }
 
 // append writes a record, in a new segment if there is no room in the current one.
@@ -375,6 +407,7 @@ func (w *Writer) append(r *Record) error {
 	}
 	if w.failing {
 		w.failing = false
+		w.stats.err.Store(nil)
 		w.o.Log.Info("the ledger can be written again")
 	}
 	w.lastAt = r.At
@@ -415,6 +448,8 @@ func (w *Writer) rotate(r *Record) error {
 // failed counts a failure of the disk, and reports the first of a series.
 func (w *Writer) failed(err error) {
 	w.stats.errors.Add(1)
+	text := cut(err.Error())
+	w.stats.err.Store(&text)
 	if !w.failing {
 		w.o.Log.Error("failed to write the ledger; records will be missing", "err", err)
 	}

@@ -8,7 +8,8 @@ type changes struct{ o *Options }
 var (
 	ledgerRecordsDesc = prometheus.NewDesc("verdict_ledger_records_total", "Records written to the ledger.", nil, nil)
 	ledgerMissingDesc = prometheus.NewDesc("verdict_ledger_missing_records_total",
-		"Records that are missing in the ledger, because the disk failed or was too slow.", nil, nil)
+		"Records that are missing in the ledger, because the disk failed or was too slow, or somebody removed the file.",
+		nil, nil)
 	ledgerErrorsDesc = prometheus.NewDesc("verdict_ledger_errors_total", "Failures to write the ledger.", nil, nil)
 	ledgerBytesDesc  = prometheus.NewDesc("verdict_ledger_bytes", "Size of the ledger's files.", nil, nil)
 )

@@ -32,6 +32,8 @@ var (
 		"histogram_quantile",
 		"topk",
 		"time",
+		"label_replace",
+		"last_over_time",
 	}
 	// promSets are operators between results.
 	promSets = []string{"and", "or", "unless"}
@@ -90,7 +92,7 @@ func takeApart(expr string) (query, error) {
 
 // exposed gives the labels of each name that is shown, those of histograms by their parts.
 func exposed(t *testing.T) map[string]map[string]bool {
-	out := map[string]map[string]bool{}
+	out := map[string]map[string]bool{"up": {}} // which Prometheus adds
 	add := func(f *dto.MetricFamily, suffix, more string) {
 		labels := map[string]bool{}
 		for _, l := range labelsOf(f) {

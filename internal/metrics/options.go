@@ -70,7 +70,7 @@ type Options struct {
 	Fill func() []Fill
 	// AffinityShares names the Services that hold most of a set of remembered clients that is nearly full.
 	AffinityShares func() []AffinityShare
-	// Owns says whether nobody else can change the tables.
+	// Owns says whether nobody else can change the tables; nil if that cannot be prevented.
 	Owns func() bool
 	// HoldsLease says whether this proxy has the place of the one proxy, so that another can take over.
 	HoldsLease func() bool

@@ -95,7 +95,8 @@ func (w *verdictMetrics) registerFuncs(m maker, o *Options) {
 			func() float64 { return one(o.Ready()) })
 	}
 	if o.Owns != nil {
-		m.gaugeFunc("verdict_owns_tables", "1 if no other process can change Verdict's tables (Linux 6.9).", nil,
+		m.gaugeFunc("verdict_owns_tables", "1 if no other process can change Verdict's tables; absent where none can.",
+			nil,
 			func() float64 { return one(o.Owns()) })
 	}
 	if o.HoldsLease != nil {

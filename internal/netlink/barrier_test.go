@@ -2,6 +2,7 @@ package netlink
 
 import (
 	"testing"
+	"time"
 
 	"golang.org/x/sys/unix"
 )
@@ -17,5 +18,15 @@ func TestGracePeriod(t *testing.T) {
 		}
 	case err != nil:
 		t.Errorf("the kernel has the command (%#x): %v", has, err)
+	}
+}
+
+// TestOneProcessor: membarrier waits for nothing where one processor is online.
+func TestOneProcessor(t *testing.T) {
+	for _, online := range []string{"0\n", "3", ""} {
+		begin := time.Now()
+		if awaitPackets(online); time.Since(begin) < barrierTimeout {
+			t.Errorf("online %q: nobody waits for packets", online)
+		}
 	}
 }

@@ -29,6 +29,11 @@ func (e clusterEvents) invalid(text string) {
 	e.Emit(watch.Event{Warning: true, Reason: "InvalidConfiguration", Action: "ReadConfiguration", Note: text})
 }
 
+// missing reports that all Services do without a feature that the configuration asks for.
+func (e clusterEvents) missing(note string) {
+	e.Emit(watch.Event{Warning: true, Reason: "NotScheduled", Action: "Schedule", Note: note})
+}
+
 func (e clusterEvents) unscheduled(r *dataplane.Refused) {
 	for _, n := range firstServices(r) {
 		e.Emit(watch.Event{Warning: true, Reason: "NotScheduled", Action: "Schedule", Service: n,

@@ -12,6 +12,8 @@ import (
 // ipvsChoice decides which Services IPVS schedules on this kernel.
 type ipvsChoice struct {
 	log *slog.Logger
+	// missing, if not nil, gets why IPVS does not schedule all Services although it should.
+	missing func(note string)
 	// backend is the mechanism that chooses the endpoints if IPVS does not.
 	backend string
 	// probe returns why schedulers are unavailable; it loads IPVS. It is nil if the backend does not support IPVS.
@@ -51,7 +53,11 @@ func (c *ipvsChoice) effective(said dataplane.IPVS) dataplane.IPVS {
 	if said.Mode == dataplane.IPVSAlways {
 		err, news := c.schedulerError(said.Default.Scheduler)
 		if news && err != nil {
-			c.log.Error("nftables chooses the endpoints of all Services until the next restart", "err", err)
+			const instead = "nftables chooses the endpoints of all Services until the next start"
+			c.log.Warn(instead, "err", err)
+			if c.missing != nil {
+				c.missing(instead + ": " + err.Error())
+			}
 		}
 		if err != nil {
 			said.Mode = dataplane.IPVSAuto

@@ -2,6 +2,7 @@ package node
 
 import (
 	"log/slog"
+	"path/filepath"
 
 	"github.com/verdict-proxy/verdict/internal/backends"
 	"github.com/verdict-proxy/verdict/internal/config"
@@ -15,7 +16,11 @@ func newLedger(s *config.Settings, opened *backends.Opened, log *slog.Logger) *l
 	if s.Ledger == "" {
 		return nil
 	}
-	return ledger.New(ledger.Options{Dir: s.Ledger, MaxBytes: int64(s.LedgerMaxMiB) << 20, Source: opened.Ledger,
+	dir := s.Ledger
+	if abs, err := filepath.Abs(dir); err == nil { // others read it from other places
+		dir = abs
+	}
+	return ledger.New(ledger.Options{Dir: dir, MaxBytes: int64(s.LedgerMaxMiB) << 20, Source: opened.Ledger,
 		Version: BuildInfo().Version, Backend: opened.Name, Log: log})
 }
 
@@ -26,7 +31,7 @@ func ledgerEnd(w *ledger.Writer) func() status.Ledger {
 	}
 	return func() status.Ledger {
 		s := w.Stats()
-		return status.Ledger{Record: s.Number, Digest: s.Sum, Missing: s.Missing}
+		return status.Ledger{Record: s.Number, Digest: s.Sum, Missing: s.Missing, Error: s.Error, Dir: s.Dir}
 	}
 }
 

@@ -59,6 +59,19 @@ type Node struct {
 	stuck func(what string)
 }
 
+// newCleaner returns what removes flows. Without a releaser it leaves those of TCP alone.
+func (n *Node) newCleaner(shown *telemetry, r *releaser) *conntrack.Cleaner {
+	c := conntrack.NewCleaner(n.Flows, func(l conntrack.SweepResult) {
+		n.logCleanup(l)
+		shown.recordCleanup(l)
+	})
+	if r != nil {
+		c.SetTCP(r.Releaser)
+	}
+	c.SetAsKubeProxy(n.Config.AsKubeProxy)
+	return c
+}
+
 // configUpdate holds what can change while a node runs.
 type configUpdate struct {
 	policy dataplane.Config
@@ -87,15 +100,12 @@ func (n *Node) Run(ctx context.Context) (err error) {
 		return err
 	}
 	defer func() { err = errors.Join(err, shown.close()) }()
-	cleaner := conntrack.NewCleaner(n.Flows, func(l conntrack.SweepResult) {
-		n.logCleanup(l)
-		shown.recordCleanup(l)
-	})
 	releaser, err := n.newReleaser(shown)
 	if err != nil {
 		return err
 	}
 	defer func() { err = errors.Join(err, releaser.close()) }()
+	cleaner := n.newCleaner(shown, releaser)
 	// Cleaner and releaser must be the first listeners, since their reading of the flows waits for the commit.
 	loop.Listeners = append([]reconcile.Listener{cleaner.Listener()}, releaser.listeners()...)
 	loop.Listeners = append(loop.Listeners, shown.listeners()...)
@@ -119,6 +129,7 @@ func (n *Node) Run(ctx context.Context) (err error) {
 		n.applyUpdates(ctx, func(t configUpdate) {
 			leastRest.Store(int64(t.minInterval))
 			loop.Planner.SetConfig(t.policy)
+			cleaner.SetAsKubeProxy(t.policy.AsKubeProxy)
 			shown.ports.SetConfig(t.policy)
 			queue.Notify()
 		})

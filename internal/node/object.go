@@ -135,7 +135,7 @@ func primaryFamily(said netip.Addr, addrs []netip.Addr) ipfamily.Family {
 	return ipfamily.Of(said)
 }
 
-// reported says what in the settings does not fit to a Node: something is there for one family of addresses, and not
+// mismatches returns what in the settings does not fit a Node: something is there for one family of addresses, and not
 // for its first.
 func mismatches(c dataplane.Config, n *snapshot.Node, noIPv6 bool) (found []string) {
 	family := primaryFamily(c.NodeIP, n.Addresses)

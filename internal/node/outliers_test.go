@@ -42,7 +42,7 @@ ports: [{name: http, port: 8080, protocol: TCP}]
 endpoints:
 `
 
-// shopNode is a node with a proxy, whose Service shop/web has remote pods as endpoints, and two pods as clients.
+// shopNode is a node with a proxy, whose Service shop/web has remote pods as endpoints, and three pods as clients.
 type shopNode struct {
 	*lab.Cluster
 	t       *testing.T
@@ -52,7 +52,7 @@ type shopNode struct {
 
 func newShopNode(t *testing.T, endpoints int, mode string) *shopNode {
 	t.Helper()
-	n := &shopNode{t: t, Cluster: labtest.NewCluster(t, lab.Config{LocalPods: 2, RemotePods: endpoints})}
+	n := &shopNode{t: t, Cluster: labtest.NewCluster(t, lab.Config{LocalPods: 3, RemotePods: endpoints})}
 	for _, pod := range n.RemotePods {
 		s, err := pod.Serve(snapshot.TCP, 8080)
 		labtest.Check(t, err)
@@ -66,7 +66,10 @@ func newShopNode(t *testing.T, endpoints int, mode string) *shopNode {
 		}
 	}
 	dir := t.TempDir()
-	labtest.Check(t, os.WriteFile(filepath.Join(dir, "web.yaml"), []byte(text), 0o644))
+	// Anybody may write a Service of his own with the endpoints of others.
+	change := strings.NewReplacer("namespace: shop", "namespace: aaa", "10.96.0.1", "10.96.0.2", "96::1", "96::2")
+	other := change.Replace(text)
+	labtest.Check(t, os.WriteFile(filepath.Join(dir, "web.yaml"), []byte(text+"---\n"+other), 0o644))
 	cmd := n.Node.Command("/proc/self/exe", "--backend=nftables", "--from", dir, "--hostname-override=node",
 		"--keeper=none", "--cluster-cidr=10.244.0.0/16,fd00:10:244::/48", "--second-chance="+mode)
 	cmd.Env = append(os.Environ(), beToy+"=1")
@@ -128,6 +131,32 @@ func (n *shopNode) web(f ipfamily.Family) netip.AddrPort {
 	return netip.AddrPortFrom(lab.Nth(lab.ServiceRange[f], 1), 80)
 }
 
+// warm has clients connect for as long as it takes to learn how often the endpoints answer, and on until stop is
+// called. Of those that choose an endpoint which dies, none may fail.
+func (n *shopNode) warm(f ipfamily.Family) (stop func()) {
+	n.t.Helper()
+	done := make(chan struct{})
+	var all sync.WaitGroup
+	from := []*lab.Host{n.Pods[0], n.Pods[1]}
+	all.Go(func() {
+		for i := 0; ; i++ {
+			select {
+			case <-done:
+				return
+			case <-time.After(10 * time.Millisecond):
+			}
+			all.Go(func() {
+				r := from[i%2].Dial(snapshot.TCP, n.web(f), lab.Options{Timeout: dialTimeout})
+				if r.Outcome != lab.Answered {
+					n.t.Error(r)
+				}
+			})
+		}
+	})
+	time.Sleep(8 * time.Second) // the history that an endpoint must have is made of time
+	return func() { close(done); all.Wait() }
+}
+
 // metric gives the sum of a metric.
 func (n *shopNode) metric(name string) (sum float64) {
 	n.t.Helper()
@@ -156,6 +185,7 @@ func TestDeadEndpoint(t *testing.T) {
 		for _, f := range lab.Families() {
 			t.Run(fmt.Sprint(endpoints, " endpoints, ", f), func(t *testing.T) {
 				n := newShopNode(t, endpoints, "on")
+				stop := n.warm(f)
 				n.firewall(n.RemotePods[0], "meta l4proto tcp drop")
 				by, longest := n.dial(n.Pods[0], f, 8*endpoints)
 				t.Logf("answered: %v, longest %v", by, longest)
@@ -163,6 +193,7 @@ func TestDeadEndpoint(t *testing.T) {
 					t.Errorf("answered: %v, longest %v", by, longest)
 				}
 				n.avoids("remote-1", f)
+				stop()
 				if n := n.metric("verdict_endpoints_ejected"); n != 1 {
 					t.Errorf("%v endpoints are ejected", n)
 				}
@@ -182,6 +213,7 @@ func TestDeadEndpoint(t *testing.T) {
 // TestRefusingEndpoint: an endpoint that refuses is ejected, and no client sees a refusal.
 func TestRefusingEndpoint(t *testing.T) {
 	n := newShopNode(t, 4, "on")
+	defer n.warm(ipfamily.IPv4)()
 	labtest.Check(t, n.servers[0].Close())
 	by, longest := n.dial(n.Pods[0], ipfamily.IPv4, 32)
 	t.Logf("answered: %v, longest %v", by, longest)
@@ -193,9 +225,31 @@ func TestRefusingEndpoint(t *testing.T) {
 	n.returns("remote-1")
 }
 
+// TestUnknownEndpoint: an endpoint that never answered may be there for others only. It stays, and each client that
+// chooses it is sent elsewhere with one of its next retransmissions.
+func TestUnknownEndpoint(t *testing.T) {
+	for _, f := range lab.Families() {
+		t.Run(f.String(), func(t *testing.T) {
+			n := newShopNode(t, 4, "on")
+			n.firewall(n.RemotePods[0], "meta l4proto tcp drop")
+			for range 3 {
+				by, longest := n.dial(n.Pods[0], f, 32)
+				t.Logf("answered: %v, longest %v", by, longest)
+				if longest < 900*time.Millisecond || by["remote-1"] > 0 {
+					t.Errorf("answered: %v, longest %v", by, longest)
+				}
+			}
+			if sum := n.metric("verdict_ejections_total"); sum > 0 {
+				t.Errorf("%v ejections", sum)
+			}
+		})
+	}
+}
+
 // TestLastEndpointStays: the only endpoint is never ejected.
 func TestLastEndpointStays(t *testing.T) {
 	n := newShopNode(t, 1, "on")
+	n.warm(ipfamily.IPv4)()
 	n.firewall(n.RemotePods[0], "meta l4proto tcp drop")
 	for range 4 {
 		go n.Pods[0].Dial(snapshot.TCP, n.web(ipfamily.IPv4), lab.Options{Timeout: 4 * time.Second})
@@ -213,11 +267,10 @@ func TestLastEndpointStays(t *testing.T) {
 // TestObservedEndpoint: with observe, a dead endpoint stays in use.
 func TestObservedEndpoint(t *testing.T) {
 	n := newShopNode(t, 2, "observe")
+	n.warm(ipfamily.IPv4)()
 	n.firewall(n.RemotePods[0], "meta l4proto tcp drop")
-	for range 8 {
-		go n.Pods[0].Dial(snapshot.TCP, n.web(ipfamily.IPv4), lab.Options{Timeout: 4 * time.Second})
-	}
 	testkit.Eventually(t, 20*time.Second, "the log", func() bool {
+		go n.Pods[0].Dial(snapshot.TCP, n.web(ipfamily.IPv4), lab.Options{Timeout: 4 * time.Second})
 		return strings.Contains(n.log.String(), "an endpoint would be ejected: unanswered")
 	}, n.log.String)
 	if sum := n.metric("verdict_ejections_total"); sum > 0 {
@@ -271,6 +324,83 @@ func TestWrongEjections(t *testing.T) {
 				t.Errorf("%v wrong ejections, %d connections, %d failed", sum, opened.Load(), failed.Load())
 			}
 		})
+	}
+}
+
+// policyCase is a policy that forbids two pods and this node what it allows another pod.
+type policyCase struct {
+	// verdict is what becomes of what it forbids, and at the number of endpoints that have it.
+	verdict string
+	at      int
+	// pause is how long the pod that it allows waits between two connections.
+	pause time.Duration
+	// known says that the two were allowed before. other says that they use a Service of another namespace.
+	known, other bool
+}
+
+// TestPolicies has policies forbid two pods and this node what they allow another pod. The two connect all the time,
+// and go on when the other one has stopped. Nothing is ejected; whoever is allowed is answered at once, and by all
+// endpoints, however seldom he comes. The two are refused where the policy does.
+func TestPolicies(t *testing.T) {
+	var all sync.WaitGroup
+	for i, verdict := range []string{"drop", "reject with tcp reset", "reject"} {
+		for at := 1; at <= 3; at += 2 {
+			for n, pause := range []time.Duration{20 * time.Millisecond, 2 * time.Second} {
+				c := policyCase{verdict, at, pause, at == 3, (i+n)%2 == 0}
+				node := newShopNode(t, 3, "on")
+				all.Go(func() { node.tryPolicy(c) })
+			}
+		}
+	}
+	all.Wait()
+}
+
+// tryPolicy may be called in another goroutine than the test's.
+func (n *shopNode) tryPolicy(c policyCase) {
+	allowed, forbidden := n.Pods[0], n.Pods[1:]
+	to := n.web(ipfamily.IPv4)
+	own := to
+	if c.other {
+		own = netip.AddrPortFrom(lab.Nth(lab.ServiceRange[ipfamily.IPv4], 2), 80)
+	}
+	dial := func(from *lab.Host, to netip.AddrPort, until time.Time, pause time.Duration, check func(lab.Result)) {
+		for time.Now().Before(until) {
+			check(from.Dial(snapshot.TCP, to, lab.Options{Timeout: 12 * time.Second}))
+			time.Sleep(pause)
+		}
+	}
+	by := map[string]int{}
+	answered := func(r lab.Result) {
+		if by[r.Endpoint]++; r.Outcome != lab.Answered || r.Latency > 900*time.Millisecond {
+			n.t.Errorf("%+v: who is allowed: %v after %v", c, r, r.Latency)
+		}
+	}
+	now := time.Now()
+	if dial(allowed, to, now.Add(8*time.Second), c.pause, answered); c.known {
+		for _, from := range forbidden {
+			dial(from, own, time.Now().Add(2*time.Second), 20*time.Millisecond, func(lab.Result) {})
+		}
+	}
+	for _, pod := range n.RemotePods[:c.at] {
+		n.firewall(pod, fmt.Sprintf("ip saddr %v accept", allowed.IP(ipfamily.IPv4)), "meta l4proto tcp "+c.verdict)
+	}
+	clear(by)
+	var all sync.WaitGroup
+	now = time.Now()
+	for _, from := range forbidden {
+		all.Go(func() {
+			dial(from, own, now.Add(35*time.Second), 50*time.Millisecond, func(r lab.Result) {
+				if c.at == 3 && r.Outcome != lab.Refused && c.verdict != "drop" {
+					n.t.Errorf("%+v: who is forbidden: %v after %v", c, r, r.Latency)
+				}
+			})
+		})
+	}
+	dial(allowed, to, now.Add(25*time.Second), c.pause, answered)
+	all.Wait()
+	n.t.Logf("%+v: answered: %v, %v probes", c, by, n.metric("verdict_probes_total"))
+	if sum := n.metric("verdict_ejections_total"); sum > 0 || c.pause < time.Second && len(by) != 3 {
+		n.t.Errorf("%+v: %v ejections; answered: %v", c, sum, by)
 	}
 }
 

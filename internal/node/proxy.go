@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"io"
 	"log/slog"
+	"net/netip"
 	"os"
 	"os/signal"
 	"sync"
@@ -128,7 +129,7 @@ func holdLease(ctx context.Context, held *keeper.Inheritance, socket *os.File, w
 // rules written. It changes nothing.
 func checkStart(ctx context.Context, s *config.Settings) error {
 	if s.Manifests != "" {
-		if err := watch.CheckFiles(s.Manifests); err != nil {
+		if err := watch.CheckFiles(ctx, s.Manifests); err != nil {
 			return err
 		}
 	} else if _, err := watch.Client(s.Client).Config(); err != nil {
@@ -152,6 +153,8 @@ type proxy struct {
 	object *nodeObject
 	ipvs   *ipvsChoice
 	events clusterEvents
+	// apiServer is the address that the settings have for the API server; the zero Addr if they have none.
+	apiServer netip.Addr
 	// updates delivers configuration updates to the Node.
 	updates chan configUpdate
 	// programmed is true once all Services are programmed. Nothing else on the host is changed before.
@@ -200,8 +203,9 @@ func runProxy(ctx context.Context, socket *os.File, w *configWatcher, life lifet
 	if err != nil {
 		return err
 	}
-	p := &proxy{config: w, object: object, events: events, updates: make(chan configUpdate),
-		ipvs: &ipvsChoice{log: log, backend: opened.Mode, probe: opened.ProbeScheduler}}
+	p := &proxy{config: w, object: object, events: events, updates: make(chan configUpdate), apiServer: apiServer(s),
+		ipvs: &ipvsChoice{log: log, missing: events.missing, backend: opened.Mode, probe: opened.ProbeScheduler}}
+	v.checks = newHostChecks(log, p.policy, object.last.Load)
 	p.ipvs.warnIgnored(s.Policy.IPVS)
 	var beside sync.WaitGroup
 	defer beside.Wait()
@@ -220,7 +224,7 @@ func runProxy(ctx context.Context, socket *os.File, w *configWatcher, life lifet
 		stuck: func(what string) { abort(log, what) },
 	}
 	log.Info("starting verdict", "version", Version(), "node", name, "from", s.Manifests, "mode", opened.Mode,
-		"owns_tables", opened.Owns != nil && opened.Owns())
+		"owns_tables", opened.Owns != nil)
 	defer p.awaitReady(s.Manifests != "", log).Stop()
 	beside.Go(func() { p.runBackground(ctx, opened, cleaner) })
 	starting.Stop()
@@ -229,6 +233,14 @@ func runProxy(ctx context.Context, socket *os.File, w *configWatcher, life lifet
 	}
 	log.Info("stopped; what is programmed stays in force", "services", p.services.Load())
 	return nil
+}
+
+// apiServer returns the address that the settings have for the API server.
+func apiServer(s *config.Settings) netip.Addr {
+	if s.Manifests != "" {
+		return netip.Addr{}
+	}
+	return watch.Client(s.Client).Server()
 }
 
 // longestStart is when a proxy counts as ready that has not programmed all Services of its manifests: systemd would
@@ -304,6 +316,7 @@ func (p *proxy) runBackground(ctx context.Context, opened *backends.Opened, clea
 func (p *proxy) policy() dataplane.Config {
 	policy := p.config.settings.Load().Policy
 	policy.NodeName, policy.IPVS = p.object.name, p.ipvs.effective(policy.IPVS)
+	policy.APIServer = p.apiServer
 	return policy
 }
 

@@ -30,7 +30,7 @@ func (n *Node) newReleaser(shown *telemetry) (*releaser, error) {
 		return nil, err
 	}
 	if loose, err := readConntrack("nf_conntrack_tcp_loose"); err == nil && loose == 0 {
-		n.Log.Warn("connections to endpoints that are gone will hang: the kernel takes up no connection in the middle",
+		n.Log.Warn("connections to endpoints that are gone will hang: the kernel does not pick up connections in midstream",
 			"sysctl", "net.netfilter.nf_conntrack_tcp_loose", "value", loose)
 	}
 	places := make(chan struct{}, maxReleaseProbes)

@@ -19,6 +19,9 @@ import (
 // reset soon after they send. Those of the other endpoint go on.
 func TestReleaseOfEjected(t *testing.T) {
 	n := newShopNode(t, 2, "on")
+	for _, f := range lab.Families() {
+		defer n.warm(f)()
+	}
 	var dead, alive []*lab.Conn
 	for i := range 40 {
 		c, r := n.Pods[0].Open(snapshot.TCP, n.web(lab.Families()[i%len(lab.Families())]), lab.Options{})
@@ -34,9 +37,6 @@ func TestReleaseOfEjected(t *testing.T) {
 	n.firewall(n.RemotePods[0], "meta l4proto tcp drop")
 	died := time.Now()
 	var all sync.WaitGroup
-	for _, f := range lab.Families() {
-		all.Go(func() { n.dial(n.Pods[1], f, 16) })
-	}
 	for _, c := range dead {
 		all.Go(func() {
 			if r := c.Ping(30 * time.Second); !errors.Is(r.Err, syscall.ECONNRESET) {

@@ -53,6 +53,8 @@ type serving struct {
 	events clusterEvents
 	// publisher, if not nil, writes what this proxy says of the node into the Node object.
 	publisher *publisher
+	// checks, if not nil, looks at the host.
+	checks *hostChecks
 }
 
 // servingOf converts the settings.
@@ -107,13 +109,18 @@ func newTelemetry(n *Node, queue *snapshot.Queue, loop *reconcile.Loop, found *o
 		pending: &pendingLists{}}
 	t.health = health.New(health.Options{
 		Late: v.late, NeedsNode: v.needsNode, Waiting: queue.Waiting, Missing: t.pending.names,
-		Quarantined: func() int { return len(loop.Quarantined()) },
+		Quarantined: func() int { return len(loop.Quarantined()) }, Unread: func() int { return len(n.unread()) },
 	})
-	t.status = status.New(status.Options{
+	st := status.Options{
 		Version: BuildInfo().Version, Backend: backendName(n), Node: n.Config.NodeName,
 		Progress: queue.Progress, Waiting: queue.Waiting, Quarantined: loop.Quarantined, Ejected: found.ejected,
-		Ledger: ledgerEnd(n.Ledger),
-	})
+		Ledger: ledgerEnd(n.Ledger), Unread: n.unread,
+	}
+	if c := v.checks; c != nil {
+		c.overlaps = loop.Overlaps
+		st.Preflight = c.findings
+	}
+	t.status = status.New(st)
 	t.ports = &health.NodePorts{Config: n.Config, Healthy: t.health.Healthy, Report: t.reportPortFailure}
 	o := metrics.Options{
 		Detail: v.detail, MaxSeries: v.maxSeries, Version: Version(),
@@ -200,6 +207,12 @@ func (t *telemetry) run(ctx context.Context, group *errgroup.Group) {
 			return nil
 		})
 	}
+	if c := t.serving.checks; c != nil {
+		group.Go(func() error {
+			c.run(ctx)
+			return nil
+		})
+	}
 	if t.everywhere != nil {
 		group.Go(func() error {
 			t.everywhere.Run(ctx)
@@ -228,6 +241,9 @@ func (t *telemetry) listeners() []reconcile.Listener {
 	list := []reconcile.Listener{t.metrics.Listener(), t.health.Listener(), t.status.Listener()}
 	if t.serving.nodePorts {
 		list = append(list, t.ports.Listener())
+	}
+	if c := t.serving.checks; c != nil {
+		list = append(list, c.listener())
 	}
 	if p := t.serving.publisher; p != nil { // behind the status, which it reads
 		list = append(list, p.listener())
@@ -264,13 +280,30 @@ func (t *telemetry) recordCleanup(l conntrack.SweepResult) {
 	t.metrics.ObserveFlows(flows)
 }
 
+// unread returns the manifests that cannot be read.
+func (n *Node) unread() (list []status.Unread) {
+	for _, source := range n.Sources {
+		if files, ok := underlying(source).(*watch.Files); ok {
+			for _, u := range files.Unread() {
+				list = append(list, status.Unread{File: u.File, Since: u.Since, Error: u.Err.Error()})
+			}
+		}
+	}
+	return list
+}
+
+// underlying returns the source of objects in a nodeSource.
+func underlying(s Source) Source {
+	if s, ok := s.(*nodeSource); ok {
+		return s.Source
+	}
+	return s
+}
+
 // sink returns the sink of a source, and counts its requests.
 func (t *telemetry) sink(from Source, queue *snapshot.Queue) watch.Sink {
-	if s, ok := from.(*nodeSource); ok {
-		from = s.Source
-	}
 	name := "objects"
-	switch from := from.(type) {
+	switch from := underlying(from).(type) {
 	case *watch.Kubernetes:
 		from.Requested = func(r watch.Request) { t.metrics.ObserveRequest(r.Method, r.Host, r.Code, r.Took) }
 		t.pending.addSource(from.Missing)
@@ -294,7 +327,7 @@ func (s syncedSink) Synced() {
 	s.Sink.Synced()
 }
 
-// pending is what has not been listed yet.
+// pendingLists are the resources that have not been listed yet.
 type pendingLists struct {
 	mu      sync.Mutex
 	own     []string

@@ -63,9 +63,9 @@ func loadConfig(t *testing.T, path string) (*config.Settings, []*config.Problem)
 
 // TestHangup: SIGHUP makes the watcher read the configuration again, with or without a file, and ends nothing.
 func TestHangup(t *testing.T) {
-	safe := make(chan os.Signal, 1) // the process must survive a signal that comes before the watcher listens
-	signal.Notify(safe, syscall.SIGHUP)
-	defer signal.Stop(safe)
+	// The process must survive a signal that comes before the watcher listens. So must it after the test: the kernel may
+	// deliver the last one to another thread, when the watcher has ended. Who stops to listen would be killed by it.
+	signal.Notify(make(chan os.Signal, 1), syscall.SIGHUP)
 	var b logBuffer
 	s, problems := loadConfig(t, "")
 	w := newConfigWatcher(&config.Flags{}, s, problems, newLogger(&b, s.Log))

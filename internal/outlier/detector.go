@@ -1,14 +1,14 @@
-// Package outlier finds TCP endpoints that do not answer this node, or refuse connections. The kernel gathers evidence,
-// probes confirm it, and the result is the Health of Services, from which the planner decides what is ejected. It also
-// deletes the unanswered flows to such endpoints, so that their clients' next packets choose again.
+// Package outlier finds TCP endpoints that answer no client of this node. The kernel gathers what clients see, a probe
+// clears an endpoint that accepts it, and the result is the Health of Services, from which the planner decides what is
+// ejected. It also deletes flows that wait for an endpoint in vain, so that their clients' next packets choose again.
 //
 // docs/decisions/0017-second-chance.md describes the rules.
 package outlier
 
 import (
 	"context"
+	"errors"
 	"log/slog"
-	"maps"
 	"net/netip"
 	"slices"
 	"sync"
@@ -20,10 +20,16 @@ import (
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
-// Evidence reads what the kernel has gathered.
+// Evidence reads what the kernel has gathered. It is called by one goroutine.
 type Evidence interface {
-	// Read returns the endpoints that something was seen of within the last seconds. It is called by one goroutine.
+	// Read returns which endpoints did not answer, or refused, at which frontends within the last seconds.
 	Read() ([]dataplane.Evidence, error)
+	// Answers returns the endpoints that answered anybody within the last minutes.
+	Answers() ([]dataplane.Answer, error)
+	// Forsaken returns clients that an endpoint accepted within the last minutes, and does not accept now.
+	Forsaken() ([]dataplane.Pair, error)
+	// Accepted returns clients that an endpoint accepted within the last minutes.
+	Accepted() ([]dataplane.Pair, error)
 }
 
 // Prober probes endpoints. It is safe for concurrent use.
@@ -32,11 +38,9 @@ type Prober interface {
 	Probe(ctx context.Context, endpoint netip.AddrPort) Outcome
 }
 
-// Flows is the kernel's table of flows: a *conntrack.Unanswered. Its methods are called one at a time.
+// Flows is the kernel's table of flows: a *conntrack.Unanswered. Its method is called once at a time.
 type Flows interface {
-	Delete(ctx context.Context, endpoints []netip.AddrPort,
-		doomed func(endpoint netip.AddrPort, frontend dataplane.Key) bool) (int, error)
-	Answers(ctx context.Context, endpoint netip.AddrPort) (conntrack.Answers, error)
+	Delete(ctx context.Context, endpoints []netip.AddrPort, doomed func(conntrack.WaitingFlow) bool) (int, error)
 }
 
 // Options are what a Detector works with. All but Ejected are required.
@@ -69,31 +73,28 @@ type Detector struct {
 	stats Stats
 
 	// The fields below are those of Run.
-	// last is the evidence of the last reading. readAt is when the next one is due.
-	last       map[netip.AddrPort]dataplane.Evidence
-	readAt     time.Time
-	readFailed bool
-	probed     chan probed
-	flushed    chan flushed
-	flushing   bool
-	flushAfter time.Time
-	background sync.WaitGroup
+	// last is the evidence of the last reading. readAt, answersAt and proveAt are when the next readings are due.
+	last map[seen]dataplane.Evidence
+	// owners are the Services that had the frontends of the last new evidence.
+	owners                     map[dataplane.Key]snapshot.Name
+	readAt, answersAt, proveAt time.Time
+	readFailed                 bool
+	probed                     chan probed
+	flushed                    chan flushed
+	flushing                   bool
+	flushAfter                 time.Time
+	background                 sync.WaitGroup
+}
 
-	flowsMu sync.Mutex
-	// doubting is held by the one probe that compares answers.
-	doubting sync.Mutex
+// seen is what evidence is about.
+type seen struct {
+	frontend dataplane.Key
+	endpoint netip.AddrPort
 }
 
 type probed struct {
-	endpoint netip.AddrPort
-	finding
-}
-
-// flushed is the result of deleting flows.
-type flushed struct {
-	flows int
-	took  time.Duration
-	err   error
+	trackKey
+	outcome Outcome
 }
 
 // New returns a Detector that knows of no Service.
@@ -104,7 +105,7 @@ func New(o Options) *Detector {
 	return &Detector{
 		o: o, wake: make(chan struct{}, 1), inbox: map[snapshot.Name]*dataplane.Service{},
 		services: services{byName: map[snapshot.Name]*dataplane.Service{}}, machine: newMachine(),
-		put: map[snapshot.Name]*snapshot.Health{}, last: map[netip.AddrPort]dataplane.Evidence{},
+		put: map[snapshot.Name]*snapshot.Health{}, last: map[seen]dataplane.Evidence{},
 		probed: make(chan probed), flushed: make(chan flushed),
 	}
 }
@@ -131,12 +132,15 @@ func (d *Detector) committed(c reconcile.Commit) {
 
 // Evidence is read every readEvery, or less often if it takes long: about a fiftieth of the time. Nothing is read
 // while no Service asks for it. On a busy machine a reading seems to take long; even so it is not put off for more than
-// mostReadPause.
+// mostReadPause. Answers are read as often, or less often if there are many: they take up to a two-hundredth of the
+// time while nobody is under suspicion.
 const (
-	readEvery     = 250 * time.Millisecond
-	readShare     = 50
-	mostReadPause = time.Second
-	idle          = time.Hour
+	readEvery        = 250 * time.Millisecond
+	readShare        = 50
+	mostReadPause    = time.Second
+	answersShare     = 200
+	mostAnswersPause = 5 * time.Second
+	idle             = time.Hour
 )
 
 // Run works until ctx is done, and then returns nil.
@@ -159,6 +163,7 @@ func (d *Detector) Run(ctx context.Context) error {
 		if d.reads() && !time.Now().Before(d.readAt) {
 			d.read()
 		}
+		d.prove()
 		d.act(ctx)
 		timer.Reset(time.Until(d.nextTime()))
 	}
@@ -179,7 +184,7 @@ func (d *Detector) takeCommits() {
 	for name, svc := range inbox {
 		d.publish(name)
 		eachPort(svc, func(sp *dataplane.ServicePort) {
-			d.eachTrack(sp, func(t *track) { d.checkEjected(now, t) })
+			d.eachTrack(svc.Name, sp, func(t *track) { d.checkEjected(now, t) })
 		})
 	}
 }
@@ -187,7 +192,7 @@ func (d *Detector) takeCommits() {
 // checkEjected sees to it that the flows to an endpoint are deleted once it is ejected.
 func (d *Detector) checkEjected(now time.Time, t *track) {
 	was := t.flush.ejected
-	t.flush.ejected = t.ejectedFrom(snapshot.Name{})
+	t.flush.ejected = t.ejected()
 	if was || !t.flush.ejected || t.state != unhealthy {
 		return
 	}
@@ -196,26 +201,14 @@ func (d *Detector) checkEjected(now time.Time, t *track) {
 		t.flush.due, t.flush.again = now, true
 	}
 	d.stats.Ejections[t.cause]++
-	for _, name := range t.services() {
-		if t.ejectedFrom(name) {
-			d.o.Ejected(name, t.endpoint, t.cause)
-		}
-	}
+	d.o.Ejected(t.service, t.endpoint, t.cause)
 	d.log(t).Warn("ejected an endpoint: " + t.cause.String())
 }
 
 // log returns a logger that names an endpoint.
 func (d *Detector) log(t *track) *slog.Logger {
-	return d.o.Log.With("service", t.ports[0].Name.Service.String(), "endpoint", t.endpoint.String(),
+	return d.o.Log.With("service", t.service.String(), "endpoint", t.endpoint.String(),
 		"since", t.since.Format(time.RFC3339), "probes", t.probes)
-}
-
-// services returns the names of the Services that have the endpoint, sorted and unique.
-func (t *track) services() (names []snapshot.Name) {
-	for _, sp := range t.ports {
-		names = append(names, sp.Name.Service)
-	}
-	return slices.Compact(names)
 }
 
 func (d *Detector) reads() bool {
@@ -224,34 +217,90 @@ func (d *Detector) reads() bool {
 	return d.services.watched > 0
 }
 
-// read reads the evidence, and suspects endpoints of which there is more than before.
+// read reads the evidence and the answers, and suspects endpoints of which there is more evidence than before.
 func (d *Detector) read() {
 	start := time.Now()
 	list, err := d.o.Evidence.Read()
-	var grown map[netip.AddrPort]bool
+	var grown map[seen]snapshot.Cause
 	if err == nil {
 		grown = d.grown(list)
 	}
+	took := time.Since(start)
+	answers, answersErr := d.readAnswers(start, len(grown) > 0)
 	d.mu.Lock()
-	if err != nil {
+	if err = errors.Join(err, answersErr); err != nil {
 		d.stats.ReadErrors++
 	}
-	unknown := map[netip.AddrPort]bool{}
-	for e := range grown {
-		if d.machine.tracks[e] == nil && mayProbe(e.Addr()) {
-			unknown[e] = true
-		}
+	if answers != nil {
+		d.machine.answers.observe(start, answers)
 	}
-	ports := d.services.find(unknown)
-	for e := range grown {
-		d.machine.suspect(start, e, ports[e])
-	}
+	d.suspect(start, grown)
 	d.mu.Unlock()
 	if err != nil && !d.readFailed {
 		d.o.Log.Warn("endpoints that do not answer are not found for now", "err", err)
 	}
 	d.readFailed = err != nil
-	d.readAt = time.Now().Add(min(max(readEvery, readShare*time.Since(start)), mostReadPause))
+	d.readAt = time.Now().Add(min(max(readEvery, readShare*took), mostReadPause))
+}
+
+// readAnswers reads the answers if that is due: soon, if an endpoint is under suspicion. nil means that it is not due.
+func (d *Detector) readAnswers(now time.Time, suspicion bool) ([]dataplane.Answer, error) {
+	d.mu.Lock()
+	suspicion = suspicion || d.machine.decides()
+	d.mu.Unlock()
+	if now.Before(d.answersAt) && !suspicion {
+		return nil, nil
+	}
+	answers, err := d.o.Evidence.Answers()
+	if err != nil {
+		return nil, err
+	}
+	share := answersShare
+	if suspicion {
+		share = readShare
+	}
+	took := time.Since(now)
+	d.answersAt = time.Now().Add(min(max(readEvery, time.Duration(share)*took), mostAnswersPause))
+	return append([]dataplane.Answer{}, answers...), nil
+}
+
+// suspect finds the Services that new evidence is about. Endpoints that are not known yet are looked for in a Service
+// once, however many they are.
+func (d *Detector) suspect(now time.Time, grown map[seen]snapshot.Cause) {
+	d.resolve(grown)
+	fresh := map[snapshot.Name]map[netip.AddrPort]snapshot.Cause{}
+	for s, cause := range grown {
+		name, known := d.owners[s.frontend]
+		switch k := (trackKey{name, s.endpoint}); {
+		case !known || !mayProbe(s.endpoint.Addr()):
+		case d.machine.tracks[k] != nil:
+			d.machine.suspect(now, k, cause, nil)
+		case fresh[name] == nil:
+			fresh[name] = map[netip.AddrPort]snapshot.Cause{s.endpoint: cause}
+		default:
+			fresh[name][s.endpoint] = cause
+		}
+	}
+	for name, endpoints := range fresh {
+		for e, ports := range d.services.with(name, endpoints) {
+			d.machine.suspect(now, trackKey{name, e}, endpoints[e], ports)
+		}
+	}
+}
+
+// resolve finds out which Services have the frontends of new evidence. It remembers them as long as there is new
+// evidence, since all Services have to be looked through for one that is not known.
+func (d *Detector) resolve(grown map[seen]snapshot.Cause) {
+	owners, wanted := map[dataplane.Key]snapshot.Name{}, map[dataplane.Key]bool{}
+	for s := range grown {
+		if name, known := d.owners[s.frontend]; known && d.services.hasFrontend(name, s.frontend) {
+			owners[s.frontend] = name
+		} else {
+			wanted[s.frontend] = true
+		}
+	}
+	d.services.find(wanted, owners)
+	d.owners = owners
 }
 
 // mayProbe says whether an address is not one that means this node or its link, whoever named it in a slice.
@@ -259,15 +308,19 @@ func mayProbe(a netip.Addr) bool {
 	return !a.IsLoopback() && !a.IsLinkLocalUnicast() && !a.IsMulticast() && !a.IsUnspecified()
 }
 
-// grown returns the endpoints of which something was seen since the last reading.
-func (d *Detector) grown(list []dataplane.Evidence) map[netip.AddrPort]bool {
-	grown, next := map[netip.AddrPort]bool{}, make(map[netip.AddrPort]dataplane.Evidence, len(list))
+// grown returns of what more was seen since the last reading.
+func (d *Detector) grown(list []dataplane.Evidence) map[seen]snapshot.Cause {
+	grown, next := map[seen]snapshot.Cause{}, make(map[seen]dataplane.Evidence, len(list))
 	for _, e := range list {
 		// A count that has become smaller began anew.
-		if was := d.last[e.Endpoint]; e.Unanswered+e.Refused > 0 && e != was {
-			grown[e.Endpoint] = true
+		at := seen{e.Frontend, e.Endpoint}
+		switch was := d.last[at]; {
+		case e.Unanswered > 0 && e.Unanswered != was.Unanswered:
+			grown[at] = snapshot.Unanswered
+		case e.Refused > 0 && e.Refused != was.Refused:
+			grown[at] = snapshot.Refused
 		}
-		next[e.Endpoint] = e
+		next[at] = e
 	}
 	d.last = next
 	return grown
@@ -282,9 +335,9 @@ func (d *Detector) act(ctx context.Context) {
 		d.changed(now, t)
 	}
 	for _, t := range d.machine.start(now) {
-		refs := d.references(t)
+		key := t.trackKey
 		d.background.Go(func() {
-			p := probed{t.endpoint, d.probe(ctx, t.endpoint, refs)}
+			p := probed{key, d.o.Prober.Probe(ctx, key.endpoint)}
 			select {
 			case d.probed <- p:
 			case <-ctx.Done():
@@ -294,8 +347,8 @@ func (d *Detector) act(ctx context.Context) {
 	for _, t := range d.machine.tracks {
 		if t.state == unhealthy {
 			d.announceKept(now, t)
-			d.scheduleFlush(now, t)
 		}
+		d.scheduleFlush(now, t)
 	}
 	d.startFlush(ctx, now)
 }
@@ -311,15 +364,13 @@ func (d *Detector) announceKept(now time.Time, t *track) {
 
 // changed publishes that an endpoint's health has changed, and logs it.
 func (d *Detector) changed(now time.Time, t *track) {
-	for _, name := range t.services() {
-		d.publish(name)
-	}
+	d.publish(t.service)
 	switch {
-	case t.state != unhealthy:
+	case t.state != unhealthy && t.returned.Equal(now):
 		d.log(t).Info("an endpoint is back", "after", now.Sub(t.judged).Round(time.Millisecond).String())
-	case !slices.ContainsFunc(t.ports, func(sp *dataplane.ServicePort) bool {
+	case t.state == unhealthy && !t.announced && !slices.ContainsFunc(t.ports, func(sp *dataplane.ServicePort) bool {
 		return sp.SecondChance == snapshot.SecondChanceOn
-	}) && !t.announced:
+	}):
 		t.announced = true
 		d.log(t).Warn("an endpoint would be ejected: " + t.cause.String())
 	}
@@ -341,12 +392,10 @@ func (d *Detector) publish(name snapshot.Name) {
 	d.o.Put(snapshot.Delta{Health: map[snapshot.Name]*snapshot.Health{name: h}})
 }
 
-// repeat puts the health of a track's Services again: a Service that is deleted and made again loses it.
+// repeat puts the health of a track's Service again: a Service that is deleted and made again loses it.
 func (d *Detector) repeat(t *track) {
-	for _, name := range t.services() {
-		if h := d.put[name]; h != nil {
-			d.o.Put(snapshot.Delta{Health: map[snapshot.Name]*snapshot.Health{name: h}})
-		}
+	if h := d.put[t.service]; h != nil {
+		d.o.Put(snapshot.Delta{Health: map[snapshot.Name]*snapshot.Health{t.service: h}})
 	}
 }
 
@@ -372,76 +421,13 @@ func (d *Detector) recordProbe(p probed) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	d.stats.Probes[p.outcome]++
-	t := d.machine.tracks[p.endpoint]
+	t := d.machine.tracks[p.trackKey]
 	switch {
-	case d.machine.found(now, p.endpoint, p.finding):
+	case d.machine.found(now, p.trackKey, p.outcome):
 		d.changed(now, t)
 	case t != nil && t.state == unhealthy:
 		d.repeat(t)
 	}
-}
-
-// probe probes an endpoint and its references.
-func (d *Detector) probe(ctx context.Context, endpoint netip.AddrPort, refs []netip.AddrPort) (f finding) {
-	answers := make(chan Outcome, len(refs))
-	refCtx, cancel := context.WithCancel(ctx)
-	defer cancel()
-	for _, ref := range refs {
-		d.background.Go(func() { answers <- d.o.Prober.Probe(refCtx, ref) })
-	}
-	if f.outcome = d.o.Prober.Probe(ctx, endpoint); f.outcome != Silent {
-		return f
-	}
-	for range refs {
-		// A refusal is an answer, too.
-		if a := <-answers; a == Accepted || a == Rejected {
-			f.proven = true
-			return f
-		}
-	}
-	d.compareAnswers(ctx, endpoint, &f)
-	return f
-}
-
-// Answers are compared after compareTicks, which take a second or longer if timers are late, or still longer if the
-// kernel's table is large.
-const (
-	compareTicks = 50
-	compareShare = 20
-)
-
-// compareAnswers finds out whether an endpoint answers clients though it does not answer this node. It does so for one
-// endpoint at a time, and otherwise nothing, since it reads the whole table twice.
-func (d *Detector) compareAnswers(ctx context.Context, endpoint netip.AddrPort, f *finding) {
-	if !d.doubting.TryLock() {
-		return
-	}
-	defer d.doubting.Unlock()
-	start := time.Now()
-	before, err := d.answers(ctx, endpoint)
-	if err != nil || len(before.Waiting) < enoughWaiting {
-		return
-	}
-	took := time.Since(start)
-	for n := 0; ctx.Err() == nil && (n < compareTicks || time.Since(start) < (compareShare+1)*took); n++ {
-		pause(ctx, tick)
-	}
-	now, err := d.answers(ctx, endpoint)
-	if err != nil {
-		return
-	}
-	f.waiting = len(now.Waiting)
-	for id := range maps.Keys(now.Answered) {
-		if _, old := before.Answered[id]; !old {
-			f.answered = true
-		}
-	}
-}
-
-func (d *Detector) answers(ctx context.Context, endpoint netip.AddrPort) (conntrack.Answers, error) {
-	d.flowsMu.Lock()
-	defer d.flowsMu.Unlock()
-	return d.o.Flows.Answers(ctx, endpoint)
 }
 
 func pause(ctx context.Context, wait time.Duration) {

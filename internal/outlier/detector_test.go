@@ -3,6 +3,7 @@ package outlier
 import (
 	"context"
 	"encoding/json"
+	"fmt"
 	"log/slog"
 	"net/http/httptest"
 	"net/netip"
@@ -26,11 +27,16 @@ type world struct {
 	mu       sync.Mutex
 	evidence map[netip.AddrPort]dataplane.Evidence
 	reads    int
+	// last is when an endpoint answered last, up which ones answer several times a second.
+	last map[netip.AddrPort]time.Time
+	up   map[int]bool
+	// known says that a client waits whom the endpoint accepted before.
+	known bool
 	// outcomes of probes; endpoints without one are accepted.
 	outcomes map[netip.AddrPort]Outcome
 	probes   map[netip.AddrPort]int
 	deleted  map[netip.AddrPort][]time.Time
-	answers  []conntrack.Answers
+	waiting  []conntrack.WaitingFlow
 	health   map[snapshot.Name]*snapshot.Health
 	log      strings.Builder
 	// keeps is true if the planner ejects nothing.
@@ -48,6 +54,50 @@ func (w *world) Read() (list []dataplane.Evidence, err error) {
 	return list, nil
 }
 
+func (w *world) Answers() (list []dataplane.Answer, err error) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	for n, up := range w.up {
+		if up {
+			w.last[endpoint(n)] = time.Now().Add(-50 * time.Millisecond)
+		}
+	}
+	for e, at := range w.last {
+		list = append(list, dataplane.Answer{Endpoint: e, Ago: time.Since(at)})
+	}
+	return list, nil
+}
+
+// Forsaken and Accepted know one client, whom every endpoint accepts that is up.
+func (w *world) Forsaken() (list []dataplane.Pair, err error) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	for e := range w.last {
+		if w.known && !w.up[int(e.Addr().As4()[3])] {
+			list = append(list, dataplane.Pair{Client: client, Endpoint: e, Ago: 100 * time.Millisecond})
+		}
+	}
+	return list, nil
+}
+
+func (w *world) Accepted() (list []dataplane.Pair, err error) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	for e, at := range w.last {
+		list = append(list, dataplane.Pair{Client: client, Endpoint: e, Ago: time.Since(at)})
+	}
+	return list, nil
+}
+
+var client = netip.MustParseAddr("10.244.9.9")
+
+// answers lets clients be answered by an endpoint from now on, or not any more.
+func (w *world) answers(n int, yes bool) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	w.up[n] = yes
+}
+
 func (w *world) Probe(ctx context.Context, e netip.AddrPort) Outcome {
 	w.mu.Lock()
 	o := w.outcomes[e]
@@ -59,25 +109,29 @@ func (w *world) Probe(ctx context.Context, e netip.AddrPort) Outcome {
 	return o
 }
 
-func (w *world) Delete(_ context.Context, endpoints []netip.AddrPort,
-	doomed func(netip.AddrPort, dataplane.Key) bool) (int, error) {
+func (w *world) Delete(_ context.Context, endpoints []netip.AddrPort, doomed func(conntrack.WaitingFlow) bool) (n int,
+	err error) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	for _, e := range endpoints {
-		if !doomed(e, frontendKey) || doomed(e, dataplane.Key{Addr: frontendKey.Addr, Protocol: snapshot.TCP, Port: 81}) {
-			w.t.Error("flows of the wrong frontends are deleted")
+		flows := slices.DeleteFunc(slices.Clone(w.waiting), func(f conntrack.WaitingFlow) bool { return f.Endpoint != e })
+		if flows == nil {
+			flows = []conntrack.WaitingFlow{{ID: "a", Endpoint: e, Frontend: frontendKey}}
 		}
-		w.deleted[e] = append(w.deleted[e], time.Now())
+		gone := 0
+		for _, f := range flows {
+			if doomed(f) {
+				gone++
+			}
+			if f.Frontend.Port++; doomed(f) {
+				w.t.Error("flows of the wrong frontends are deleted")
+			}
+		}
+		if n += gone; gone > 0 {
+			w.deleted[e] = append(w.deleted[e], time.Now())
+		}
 	}
-	return 8 * len(endpoints), nil
-}
-
-func (w *world) Answers(context.Context, netip.AddrPort) (conntrack.Answers, error) {
-	w.mu.Lock()
-	defer w.mu.Unlock()
-	a := w.answers[0]
-	w.answers = append(w.answers[1:], a)
-	return a, nil
+	return n, nil
 }
 
 func (w *world) put(d snapshot.Delta) {
@@ -100,7 +154,9 @@ func (w *world) eject(h *snapshot.Health) {
 	pool := dataplane.Pool{}
 	for _, e := range append(slices.Clone(all.Endpoints), asEndpoints(all.Ejected)...) {
 		if h != nil {
-			if i := slices.IndexFunc(h.Unhealthy, func(u snapshot.Unhealthy) bool { return u.Endpoint == e.AddrPort }); i >= 0 {
+			if i := slices.IndexFunc(h.Unhealthy, func(u snapshot.Unhealthy) bool {
+				return u.Endpoint == e.AddrPort && !u.Doubtful
+			}); i >= 0 {
 				pool.Ejected = append(pool.Ejected, h.Unhealthy[i])
 				continue
 			}
@@ -137,8 +193,8 @@ func (w *world) saw(n int, unanswered, refused uint64) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	e := w.evidence[endpoint(n)]
-	w.evidence[endpoint(n)] = dataplane.Evidence{Endpoint: endpoint(n), Unanswered: e.Unanswered + unanswered,
-		Refused: e.Refused + refused}
+	w.evidence[endpoint(n)] = dataplane.Evidence{Frontend: frontendKey, Endpoint: endpoint(n),
+		Unanswered: e.Unanswered + unanswered, Refused: e.Refused + refused}
 }
 
 func (w *world) set(n int, o Outcome) {
@@ -153,6 +209,9 @@ func (w *world) unhealthy() (out []int) {
 	defer w.mu.Unlock()
 	if h := w.health[shop]; h != nil {
 		for _, u := range h.Unhealthy {
+			if u.Doubtful {
+				continue
+			}
 			out = append(out, int(u.Endpoint.Addr().As4()[3]))
 		}
 	}
@@ -174,7 +233,7 @@ func run(t *testing.T, do func(w *world)) {
 	synctest.Test(t, func(t *testing.T) {
 		w := &world{t: t, evidence: map[netip.AddrPort]dataplane.Evidence{}, outcomes: map[netip.AddrPort]Outcome{},
 			probes: map[netip.AddrPort]int{}, deleted: map[netip.AddrPort][]time.Time{},
-			health: map[snapshot.Name]*snapshot.Health{}, answers: []conntrack.Answers{{}}}
+			health: map[snapshot.Name]*snapshot.Health{}, last: map[netip.AddrPort]time.Time{}, up: map[int]bool{}, known: true}
 		log := slog.New(slog.NewTextHandler(&w.log, nil))
 		w.detector = New(Options{Evidence: w, Prober: w, Flows: w, Put: w.put, Log: log})
 		ctx, cancel := context.WithCancel(t.Context())
@@ -202,20 +261,21 @@ func (w *world) probed(n int) int {
 }
 
 // TestEjects: a dead endpoint is ejected and its flows are deleted within 0.8 s after the evidence, and again a second
-// later. It comes back when it answers.
+// later. It comes back when it answers a probe.
 func TestEjects(t *testing.T) {
 	run(t, func(w *world) {
-		w.commit(port("shop", 1, 2))
-		time.Sleep(time.Minute)
-		synctest.Wait()
-		w.set(1, Silent)
+		w.busy(port("shop", 1, 2))
+		died := time.Now()
+		w.die(1, Silent)
+		time.Sleep(1100 * time.Millisecond)
 		saw := time.Now()
 		w.saw(1, 8, 0)
 		time.Sleep(2 * time.Second)
 		synctest.Wait()
 		w.want("dead", 1)
 		at := w.deletions(1)
-		if len(at) != 2 || at[0].Sub(saw) > 800*time.Millisecond || at[1].Sub(at[0]).Round(time.Second/10) != time.Second {
+		if saw.Sub(died) > 2*time.Second || len(at) != 2 ||
+			at[0].Sub(saw) > 800*time.Millisecond || at[1].Sub(at[0]).Round(time.Second/10) != time.Second {
 			t.Errorf("flows are deleted at %v after the evidence at %v", at, saw)
 		}
 		recorder := httptest.NewRecorder()
@@ -235,7 +295,7 @@ func TestEjects(t *testing.T) {
 		time.Sleep(3 * time.Second)
 		synctest.Wait()
 		w.want("back")
-		if s := w.detector.Stats(); s.Ejections != [2]uint64{1, 0} || s.FlowsDeleted != 16 || s.Ejected != [2]int{} {
+		if s := w.detector.Stats(); s.Ejections != [2]uint64{1, 0} || s.FlowsDeleted != 2 || s.Ejected != [2]int{} {
 			t.Errorf("%+v", s)
 		}
 		if n := strings.Count(w.log.String(), "\n"); n != 2 || !strings.Contains(w.log.String(), "ejected an endpoint") {
@@ -244,66 +304,219 @@ func TestEjects(t *testing.T) {
 	})
 }
 
-// TestDoesNotEject lists evidence that is no reason.
-func TestDoesNotEject(t *testing.T) {
-	waits := func(addrs ...string) conntrack.Answers {
-		a := conntrack.Answers{Waiting: map[netip.Addr]struct{}{}, Answered: map[string]struct{}{"old": {}}}
-		for _, text := range addrs {
-			a.Waiting[netip.MustParseAddr(text)] = struct{}{}
-		}
-		return a
+// busy programs a Service whose endpoints all answer clients for half a minute.
+func (w *world) busy(sp *dataplane.ServicePort) {
+	w.commit(sp)
+	for _, e := range sp.Cluster.Endpoints {
+		w.answers(int(e.Addr().As4()[3]), true)
 	}
-	answering := waits("10.1.0.1", "10.1.0.2")
-	answering.Answered = map[string]struct{}{"old": {}, "new": {}}
-	allSilent := map[int]Outcome{1: Silent, 2: Silent, 3: Silent}
-	for name, c := range map[string]struct {
-		outcomes map[int]Outcome
-		answers  []conntrack.Answers
-	}{
-		"the endpoint answers":        {},
-		"policy, one client":          {allSilent, []conntrack.Answers{waits("10.1.0.1")}},
-		"policy, others are answered": {allSilent, []conntrack.Answers{waits("10.1.0.1", "10.1.0.2"), answering}},
-		"probes cannot be sent":       {map[int]Outcome{1: Failed}, []conntrack.Answers{waits("10.1.0.1", "10.1.0.2")}},
+	time.Sleep(30 * time.Second)
+	synctest.Wait()
+}
+
+// die has an endpoint answer nobody from now on.
+func (w *world) die(n int, o Outcome) {
+	w.answers(n, false)
+	w.set(n, o)
+}
+
+// TestDoesNotEject lists evidence that is no reason: whatever becomes of probes, an endpoint that answers anybody is
+// healthy, and so is one that nobody knows. While it answers, no flow is touched either.
+func TestDoesNotEject(t *testing.T) {
+	for _, o := range []Outcome{Accepted, Rejected, Silent, Failed} {
+		for _, up := range []bool{true, false} {
+			t.Run(fmt.Sprint(o, ", answers others: ", up), func(t *testing.T) {
+				run(t, func(w *world) {
+					w.commit(port("shop", 1, 2, 3))
+					w.set(1, o)
+					w.answers(1, up)
+					for range 600 {
+						w.saw(1, 5, 5)
+						time.Sleep(100 * time.Millisecond)
+						synctest.Wait()
+						w.want("suspected")
+					}
+					if w.probed(1) == 0 {
+						t.Error("it was never probed")
+					}
+					if up && len(w.deletions(1)) > 0 {
+						t.Errorf("flows were deleted at %v", w.deletions(1))
+					}
+				})
+			})
+		}
+	}
+}
+
+// TestSilentToAll: that an endpoint answers nobody is told while nothing proves that it is the endpoint, so that
+// connections which it does not answer may be released.
+func TestSilentToAll(t *testing.T) {
+	run(t, func(w *world) {
+		w.busy(port("shop", 1, 2))
+		w.known = false
+		w.die(1, Silent)
+		told := func() bool {
+			synctest.Wait()
+			w.want("doubted")
+			w.mu.Lock()
+			defer w.mu.Unlock()
+			h := w.health[shop]
+			return h != nil && len(h.Unhealthy) == 1 && h.Unhealthy[0].Cause == snapshot.Unanswered
+		}
+		for n := range 60 {
+			if at := time.Duration(n) * 100 * time.Millisecond; told() != (at >= 3500*time.Millisecond) && (at < 3*time.Second ||
+				at >= 3500*time.Millisecond) {
+				t.Errorf("after %v: told %v", at, told())
+			}
+			w.saw(1, 1, 0)
+			time.Sleep(100 * time.Millisecond)
+		}
+		w.answers(1, true)
+		time.Sleep(time.Second)
+		if told() {
+			t.Error("it answers, and still does not")
+		}
+	})
+}
+
+// TestStopped: the clients of a busy endpoint stop, and one that was never accepted, or that no endpoint accepts any
+// more, goes on. Nothing is ejected.
+func TestStopped(t *testing.T) {
+	for name, stop := range map[string]func(w *world){
+		"never accepted":    func(w *world) { w.known = false },
+		"nowhere any more":  func(w *world) { w.answers(2, false) },
+		"no clients at all": func(w *world) { w.answers(2, false); w.known = false },
 	} {
 		t.Run(name, func(t *testing.T) {
 			run(t, func(w *world) {
-				w.commit(port("shop", 1, 2, 3))
-				if c.answers != nil {
-					w.answers = c.answers
-				}
-				for n, o := range c.outcomes {
-					w.set(n, o)
-				}
-				for range 30 {
-					w.saw(1, 5, 5)
+				w.busy(port("shop", 1, 2))
+				w.die(1, Rejected)
+				stop(w)
+				for range 600 {
+					w.saw(1, 1, 1)
 					time.Sleep(100 * time.Millisecond)
-					synctest.Wait()
-					w.want("suspected")
 				}
-				if w.probed(1) == 0 {
-					t.Error("it was never probed")
-				}
+				synctest.Wait()
+				w.want("a policy forbids")
 			})
 		})
 	}
 }
 
-// TestTrial: where this node's probes reach nobody, an endpoint is ejected on trial if several clients wait.
+// TestOtherServices: what clients see at the frontends of one Service says nothing about its endpoints in another, and
+// fills nobody else's account.
+func TestOtherServices(t *testing.T) {
+	run(t, func(w *world) {
+		w.busy(port("shop", 1, 2))
+		other := port("aaa", 1, 9)
+		other.Frontends = []dataplane.Frontend{{Key: dataplane.Key{Addr: netip.MustParseAddr("10.96.0.9"),
+			Protocol: snapshot.TCP, Port: 80}}}
+		svc := &dataplane.Service{Name: other.Name.Service, Ports: []*dataplane.ServicePort{other}}
+		w.detector.Listener().Committed(reconcile.Commit{Before: []*dataplane.Service{nil}, After: []*dataplane.Service{svc}})
+		w.answers(9, true)
+		w.die(1, Silent)
+		for range 40 {
+			time.Sleep(100 * time.Millisecond)
+			w.mu.Lock()
+			w.evidence[endpoint(100)] = dataplane.Evidence{Frontend: other.Frontends[0].Key, Endpoint: endpoint(1),
+				Unanswered: uint64(time.Now().UnixNano())}
+			w.mu.Unlock()
+		}
+		synctest.Wait()
+		w.want("by another Service's clients")
+		w.mu.Lock()
+		if h := w.health[other.Name.Service]; h == nil || len(h.Unhealthy) != 1 {
+			t.Errorf("of the other Service: %+v", h)
+		}
+		w.mu.Unlock()
+		w.saw(1, 1, 0)
+		time.Sleep(2 * time.Second)
+		synctest.Wait()
+		w.want("by its own clients", 1)
+		for _, name := range []string{"shop/web", "aaa/web"} {
+			if !strings.Contains(w.log.String(), `msg="ejected an endpoint: unanswered" service=`+name) && name == "shop/web" {
+				t.Errorf("the log does not name %s:\n%s", name, &w.log)
+			}
+		}
+	})
+}
+
+// TestTrial: an ejection ends after a time, and when the endpoint answers anybody.
 func TestTrial(t *testing.T) {
+	run(t, func(w *world) {
+		w.busy(port("shop", 1, 2))
+		w.die(1, Silent)
+		time.Sleep(1100 * time.Millisecond)
+		w.saw(1, 1, 0)
+		time.Sleep(3 * time.Second)
+		synctest.Wait()
+		w.want("ejected", 1)
+		time.Sleep(trialFirst)
+		synctest.Wait()
+		w.want("after the trial")
+		time.Sleep(1100 * time.Millisecond)
+		w.saw(1, 1, 0)
+		time.Sleep(3 * time.Second)
+		synctest.Wait()
+		w.want("ejected again", 1)
+		w.answers(1, true)
+		time.Sleep(time.Second)
+		synctest.Wait()
+		w.want("back with the first answer")
+	})
+}
+
+// TestChoosesAgain: of an endpoint that nobody knows to be dead, those flows are deleted that have waited for a time,
+// again and again as long as there is evidence, and no others.
+func TestChoosesAgain(t *testing.T) {
 	run(t, func(w *world) {
 		w.commit(port("shop", 1, 2))
 		w.set(1, Silent)
-		w.set(2, Silent)
-		w.answers = []conntrack.Answers{{Waiting: map[netip.Addr]struct{}{
-			netip.MustParseAddr("10.1.0.1"): {}, netip.MustParseAddr("10.1.0.2"): {},
-		}}}
-		w.saw(1, 2, 0)
-		time.Sleep(3 * time.Second)
+		w.waiting = []conntrack.WaitingFlow{{ID: "old", Endpoint: endpoint(1), Frontend: frontendKey}}
+		for n := range 20 {
+			w.saw(1, 1, 0)
+			time.Sleep(250 * time.Millisecond)
+			w.mu.Lock()
+			w.waiting[0].ID = fmt.Sprint(n / 8)
+			w.waiting = append(w.waiting[:1], conntrack.WaitingFlow{ID: fmt.Sprint("new", n), Endpoint: endpoint(1),
+				Frontend: frontendKey})
+			w.mu.Unlock()
+		}
 		synctest.Wait()
-		w.want("trial", 1)
-		time.Sleep(10 * time.Second)
+		w.want("doubted")
+		if n := w.detector.Stats().FlowsDeleted; n < 3 || n > 12 {
+			t.Errorf("%d flows were deleted", n)
+		}
+	})
+}
+
+// TestRefusedByPolicy: that an endpoint refuses some clients and this node is known, so that it is not tried again and
+// again, and it is not ejected.
+func TestRefusedByPolicy(t *testing.T) {
+	run(t, func(w *world) {
+		w.busy(port("shop", 1, 2))
+		w.set(1, Rejected)
+		for range 30 {
+			w.saw(1, 0, 1)
+			time.Sleep(100 * time.Millisecond)
+		}
 		synctest.Wait()
-		w.want("after the trial")
+		w.want("refuses some")
+		w.mu.Lock()
+		if h := w.health[shop]; h == nil || len(h.Unhealthy) != 1 || h.Unhealthy[0].Cause != snapshot.Refused {
+			t.Errorf("known is %+v", h)
+		}
+		w.mu.Unlock()
+		if r := w.detector.Report(); len(r.Services) > 0 || len(w.deletions(1)) > 0 {
+			t.Errorf("reported is %+v; flows were deleted at %v", r, w.deletions(1))
+		}
+		time.Sleep(time.Minute)
+		synctest.Wait()
+		w.mu.Lock()
+		defer w.mu.Unlock()
+		if h := w.health[shop]; h != nil {
+			t.Errorf("nobody is refused any more, and known is %+v", h)
+		}
 	})
 }
 
@@ -312,15 +525,20 @@ func TestTrial(t *testing.T) {
 func TestKept(t *testing.T) {
 	run(t, func(w *world) {
 		w.keeps = true
-		w.commit(port("shop", 1, 2))
-		w.set(1, Silent)
+		w.busy(port("shop", 1, 2))
+		w.die(1, Silent)
+		time.Sleep(2 * time.Second)
+		w.saw(1, 1, 0)
+		time.Sleep(time.Second)
+		synctest.Wait()
+		before := len(w.deletions(1))
 		for range 100 {
 			w.saw(1, 1, 0)
 			time.Sleep(100 * time.Millisecond)
 			synctest.Wait()
 		}
 		w.want("kept", 1)
-		if n := len(w.deletions(1)); n < 8 || n > 10 {
+		if n := len(w.deletions(1)) - before; n < 8 || n > 11 {
 			t.Errorf("flows were deleted %d times in 10 s", n)
 		}
 		time.Sleep(2 * time.Second)
@@ -337,18 +555,17 @@ func TestKept(t *testing.T) {
 	})
 }
 
-// TestAllDead: if nobody else is there, nothing is deleted.
+// TestAllDead: if nobody else is there, nothing is deleted, and nobody can tell whether it is the endpoint.
 func TestAllDead(t *testing.T) {
 	run(t, func(w *world) {
-		w.keeps = true
-		w.commit(port("shop", 1))
-		w.set(1, Rejected)
+		w.busy(port("shop", 1))
+		w.die(1, Rejected)
 		for range 30 {
-			w.saw(1, 0, 1)
+			w.saw(1, 1, 1)
 			time.Sleep(100 * time.Millisecond)
-			synctest.Wait()
 		}
-		w.want("refusing", 1)
+		synctest.Wait()
+		w.want("the only one")
 		if len(w.deleted) > 0 {
 			t.Errorf("flows were deleted: %v", w.deleted)
 		}
@@ -361,8 +578,8 @@ func TestObserve(t *testing.T) {
 		w.keeps = true
 		sp := port("shop", 1, 2)
 		sp.SecondChance = snapshot.SecondChanceObserve
-		w.commit(sp)
-		w.set(1, Silent)
+		w.busy(sp)
+		w.die(1, Silent)
 		for range 30 {
 			w.saw(1, 1, 0)
 			time.Sleep(100 * time.Millisecond)
@@ -391,7 +608,10 @@ func TestFollowsServices(t *testing.T) {
 			t.Errorf("evidence was read %d times though nobody asks for it", w.reads)
 		}
 		w.mu.Unlock()
-		w.commit(port("shop", 1, 2))
+		w.busy(port("shop", 1, 2))
+		w.die(1, Rejected)
+		time.Sleep(time.Second)
+		w.saw(1, 0, 1)
 		time.Sleep(time.Second)
 		synctest.Wait()
 		w.want("refusing", 1)
@@ -411,8 +631,10 @@ func TestFollowsServices(t *testing.T) {
 		if w.probed(1) != probes {
 			t.Error("an endpoint was probed that left its Service")
 		}
+		w.answers(3, true)
+		w.die(2, Rejected)
+		time.Sleep(1100 * time.Millisecond)
 		w.saw(2, 0, 1)
-		w.set(2, Rejected)
 		time.Sleep(500 * time.Millisecond)
 		synctest.Wait()
 		w.want("refusing", 2)

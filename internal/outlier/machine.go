@@ -1,6 +1,7 @@
 package outlier
 
 import (
+	"cmp"
 	"net/netip"
 	"slices"
 	"time"
@@ -16,6 +17,12 @@ const (
 	quietMost  = 8 * time.Second
 	// The same if the probe did not show anything.
 	doubtMost = 30 * time.Second
+	// Evidence counts for doubtMemory.
+	doubtMemory = 10 * time.Second
+	// A client that sends its first packet again has waited for resent.
+	resent = time.Second
+	// Connections to a doubted endpoint may be released once it answered nobody for muteFor.
+	muteFor = 3 * time.Second
 	// An unhealthy endpoint is probed after recoverFirst, then after twice as long each time.
 	recoverFirst = time.Second
 	recoverMost  = time.Minute
@@ -24,11 +31,9 @@ const (
 	penaltyFirst = time.Second
 	penaltyMost  = time.Minute
 	answerPause  = time.Second
-	// A trial ends after trialFirst, then after twice as long each time.
-	trialFirst = 10 * time.Second
-	// No trial begins this soon after the endpoint was seen to answer a client.
-	answeredMemory = time.Minute
-	trialMost      = 5 * time.Minute
+	// A trial begins trialFirst after the ejection, then after twice as long each time.
+	trialFirst = time.Minute
+	trialMost  = 5 * time.Minute
 )
 
 // maxTracked bounds the endpoints that are remembered, like the kernel's set of each family, and maxNamespaceTracked
@@ -37,9 +42,6 @@ const (
 	maxTracked          = 16384
 	maxNamespaceTracked = maxTracked / 8
 )
-
-// enoughWaiting is how many clients must wait before an endpoint is ejected on trial.
-const enoughWaiting = 2
 
 // Outcome is the result of a probe.
 type Outcome uint8
@@ -59,17 +61,6 @@ var outcomeNames = [...]string{"accepted", "refused", "silent", "failed"}
 
 func (o Outcome) String() string { return outcomeNames[o] }
 
-// finding is all that a probe found out.
-type finding struct {
-	outcome Outcome
-	// proven says that another endpoint answered: what this node sends arrives at least there. The fields below matter
-	// only for a Silent endpoint if it is false.
-	proven bool
-	// waiting counts client addresses that wait for the endpoint. answered says that it has answered others meanwhile.
-	waiting  int
-	answered bool
-}
-
 type state uint8
 
 const (
@@ -77,36 +68,45 @@ const (
 	cleared state = iota
 	// suspected endpoints are probed next.
 	suspected
-	// unhealthy endpoints are reported, and probed until they answer.
+	// doubted endpoints have accepted no probe, which may be a policy's doing.
+	doubted
+	// unhealthy endpoints answer nobody. They are reported, and probed until they answer.
 	unhealthy
 )
 
-// track is what is known about one endpoint.
-//
-//	          evidence             probe fails
-//	cleared ────────────▶ suspected ────────────▶ unhealthy
-//	   ▲                      │ probe accepted        │ probes accepted, or the trial is over
-//	   └──────────────────────┴───────────────────────┘
-type track struct {
+// trackKey names a track: what clients of one Service see of an endpoint says nothing about it in another.
+type trackKey struct {
+	service  snapshot.Name
 	endpoint netip.AddrPort
-	// owner is the namespace that the track counts for.
-	owner string
-	// ports are those that have the endpoint; never empty while the track is in the machine.
+}
+
+// track is what is known about an endpoint of a Service.
+//
+//	          evidence             no probe accepted           answers nobody
+//	cleared ────────────▶ suspected ───────────────▶ doubted ────────────────▶ unhealthy
+//	   ▲                      │ probe accepted           │ probe accepted,        │ anybody answered, or
+//	   │                      │                          │ or no evidence         │ the ejection's time is over
+//	   └──────────────────────┴──────────────────────────┴────────────────────────┘
+type track struct {
+	trackKey
+	// ports are those of the Service that have the endpoint; never empty while the track is in the machine.
 	ports []*dataplane.ServicePort
-	local bool
 	state state
 	// due is when the next probe is due. probing says that one is under way, begun for this track.
 	due     time.Time
 	probing bool
-	// touched is when evidence was read last, or the state changed.
-	touched time.Time
+	// evidence is when there was more of it than before, saying that cause. touched is that, or when the state changed.
+	evidence, touched time.Time
+	cause             snapshot.Cause
+	// outcome is that of the last probe. mute says that nobody was answered for muteFor, and some were before.
+	outcome Outcome
+	mute    bool
 
 	// since is when the first evidence was read, and judged when the endpoint became unhealthy.
 	since, judged time.Time
-	cause         snapshot.Cause
 	probes        int
 
-	// quiet is the current pause after a probe that cleared the endpoint, and quietUntil its end.
+	// quiet is the current pause after a probe that did not make the endpoint unhealthy, and quietUntil its end.
 	quiet      time.Duration
 	quietUntil time.Time
 
@@ -114,14 +114,16 @@ type track struct {
 	pause     time.Duration
 	answering time.Time
 	penalty   time.Duration
-	// returned is when the endpoint was unhealthy last.
-	returned time.Time
+	// recovered is when an unhealthy endpoint answered again, and returned when it was unhealthy last.
+	recovered, returned time.Time
 
-	// answered is when the endpoint was last seen to answer a client though it does not answer this node.
-	answered time.Time
-	// trialEnd is when a trial ends; zero if the endpoint's state is proven. trial is its length.
+	// trialEnd is when the ejection ends at the latest, and trial how long it lasts.
 	trialEnd time.Time
 	trial    time.Duration
+	// silence is how long the endpoint had to be silent before the last ejection. proven is when a client was found that
+	// it no longer accepts, and another endpoint does.
+	silence time.Duration
+	proven  time.Time
 
 	flush flush
 	// announced says that it is logged what became of an unhealthy endpoint.
@@ -130,83 +132,94 @@ type track struct {
 
 // machine decides about endpoints. It does no I/O and reads no clock.
 type machine struct {
-	tracks map[netip.AddrPort]*track
+	tracks map[trackKey]*track
 	// owned counts the tracks of each namespace.
 	owned map[string]int
+	// answers is the history of all endpoints, whichever Services they have.
+	answers history
 }
 
 func newMachine() *machine {
-	return &machine{tracks: map[netip.AddrPort]*track{}, owned: map[string]int{}}
+	return &machine{tracks: map[trackKey]*track{}, owned: map[string]int{},
+		answers: history{of: map[netip.AddrPort]*past{}}}
 }
 
 // forget removes a track.
 func (m *machine) forget(t *track) {
-	delete(m.tracks, t.endpoint)
-	if m.owned[t.owner]--; m.owned[t.owner] == 0 {
-		delete(m.owned, t.owner)
+	delete(m.tracks, t.trackKey)
+	if m.owned[t.namespace()]--; m.owned[t.namespace()] == 0 {
+		delete(m.owned, t.namespace())
 	}
 }
 
-// suspect records new evidence. If the endpoint is not known yet, ports are those that have it.
-func (m *machine) suspect(now time.Time, endpoint netip.AddrPort, ports []*dataplane.ServicePort) {
-	t := m.tracks[endpoint]
+// suspect records new evidence. If the endpoint is not known yet, ports are those of the Service that have it.
+func (m *machine) suspect(now time.Time, k trackKey, cause snapshot.Cause, ports []*dataplane.ServicePort) {
+	t := m.tracks[k]
 	if t == nil {
-		if len(ports) == 0 || len(m.tracks) >= maxTracked {
+		if ns := k.service.Namespace; len(ports) == 0 || len(m.tracks) >= maxTracked || m.owned[ns] >= maxNamespaceTracked {
 			return
 		}
-		t = &track{endpoint: endpoint, ports: ports}
-		if t.owner = t.namespace(); m.owned[t.owner] >= maxNamespaceTracked {
-			return
-		}
-		m.tracks[endpoint] = t
-		m.owned[t.owner]++
+		t = &track{trackKey: k, ports: ports}
+		m.tracks[k] = t
+		m.owned[t.namespace()]++
 	}
 	if now.Sub(t.touched) > time.Minute {
 		t.quiet = 0
 	}
-	t.touched = now
+	t.touched, t.evidence = now, now
 	switch t.state {
 	case cleared:
-		t.state, t.since, t.probes = suspected, now, 0
+		t.state, t.since, t.probes, t.cause = suspected, now, 0, cause
 		t.due = later(now, t.quietUntil)
+		if t.outcome == Rejected || t.outcome == Silent { // it need not be probed again for a client to choose again
+			t.state, t.flush.wanted = doubted, true
+		}
+	case suspected:
+		t.cause = cause
+	case doubted:
+		if t.flush.wanted = true; !t.doubtful() { // what was told stays for the time of the doubt
+			t.cause = cause
+		}
 	case unhealthy:
 		t.flush.wanted = true
 	}
 }
 
-// found records the end of a probe. It reports whether the endpoint's health has changed.
-func (m *machine) found(now time.Time, endpoint netip.AddrPort, f finding) (changed bool) {
-	t := m.tracks[endpoint]
+// found records the end of a probe. It reports whether what is known of the endpoint's health has changed.
+func (m *machine) found(now time.Time, k trackKey, o Outcome) (changed bool) {
+	t := m.tracks[k]
 	if t == nil || !t.probing {
-		return false // it left all Services meanwhile
+		return false // it left the Service meanwhile
 	}
 	t.probing = false
 	t.probes++
-	if t.state == unhealthy {
-		return t.recheck(now, f)
+	was := t.doubtful()
+	t.outcome = o
+	switch {
+	case t.state == unhealthy:
+		return m.recheck(now, t, o)
+	case o == Accepted:
+		t.clear(now, quietMost)
+	case o == Failed:
+		t.clear(now, doubtMost)
+	default:
+		if t.state == suspected {
+			t.flush.wanted = true
+		}
+		t.state, t.touched = doubted, now
+		t.quiet = min(max(2*t.quiet, quietFirst), doubtMost)
+		t.due = now.Add(t.quiet)
 	}
-	return t.judge(now, f)
+	return t.doubtful() != was
 }
 
-// judge decides about a suspected endpoint.
-func (t *track) judge(now time.Time, f finding) (changed bool) {
-	if f.answered {
-		t.answered = now
+// doubtful says that a doubted endpoint is worth telling: it refuses clients and this node, so that it is of no use to
+// try it again, or it answers nobody, so that its connections may be released.
+func (t *track) doubtful() bool {
+	if t.cause == snapshot.Refused {
+		return t.state == doubted && t.outcome == Rejected
 	}
-	trial := f.waiting >= enoughWaiting && (t.answered.IsZero() || now.Sub(t.answered) > answeredMemory)
-	switch {
-	case f.outcome == Rejected:
-		t.fail(now, snapshot.Refused, false)
-	case f.outcome == Silent && (f.proven || trial):
-		t.fail(now, snapshot.Unanswered, !f.proven)
-	case f.outcome == Accepted:
-		t.clear(now, quietMost)
-		return false
-	default:
-		t.clear(now, doubtMost)
-		return false
-	}
-	return true
+	return t.state == doubted && t.mute
 }
 
 // clear ends a suspicion. Evidence that comes within a pause leads to a probe after it.
@@ -214,39 +227,62 @@ func (t *track) clear(now time.Time, most time.Duration) {
 	t.state, t.touched, t.due = cleared, now, time.Time{}
 	t.quiet = min(max(2*t.quiet, quietFirst), most)
 	t.quietUntil = now.Add(t.quiet)
+	t.flush = flush{}
+}
+
+// lastAnswer returns since when an endpoint has answered nobody, and how long that must be to mean that it answers
+// nobody. It is not known of an endpoint that never answered.
+func (m *machine) lastAnswer(t *track) (last time.Time, enough time.Duration, known bool) {
+	p := m.answers.of[t.endpoint]
+	switch {
+	case !t.returned.IsZero() && t.silence > 0 && (p == nil || !p.last.After(t.judged)):
+		return t.returned, t.silence, true // nobody was answered since it was ejected
+	case p == nil:
+		return last, 0, false
+	}
+	return later(p.last, t.returned), p.enough(), true
+}
+
+// silent says whether an endpoint for which clients wait, or which refuses them, answers nobody, and how long it had to
+// be silent for that. Nobody else's word counts: what a policy makes of a client or of a probe does not change what
+// others are answered.
+func (m *machine) silent(now time.Time, t *track) (enough time.Duration, yes bool) {
+	last, enough, known := m.lastAnswer(t)
+	waited := last
+	if t.cause == snapshot.Unanswered {
+		waited = last.Add(resent)
+	}
+	return enough, known && t.evidence.After(waited) && now.Sub(last) >= enough
 }
 
 // fail makes an endpoint unhealthy.
-func (t *track) fail(now time.Time, cause snapshot.Cause, trial bool) {
-	again := !t.returned.IsZero() && now.Sub(t.returned) < memory
-	if !again {
-		t.penalty, t.trial = 0, 0
+func (m *machine) fail(now time.Time, t *track, silence time.Duration) {
+	if t.recovered.IsZero() || now.Sub(t.recovered) >= memory {
+		t.penalty = 0
 	} else {
 		t.penalty = min(max(2*t.penalty, penaltyFirst), penaltyMost)
 	}
-	t.state, t.cause, t.judged, t.touched = unhealthy, cause, now, now
-	t.quiet, t.quietUntil, t.answering = 0, time.Time{}, time.Time{}
-	t.pause, t.announced = recoverFirst, false
-	t.trialEnd = time.Time{}
-	t.due = now.Add(t.pause)
-	if trial {
-		t.startTrial(now)
+	if t.returned.IsZero() || now.Sub(t.returned) >= memory {
+		t.trial = 0
 	}
-}
-
-func (t *track) startTrial(now time.Time) {
 	t.trial = min(max(2*t.trial, trialFirst), trialMost)
-	t.trialEnd = now.Add(t.trial)
+	t.state, t.judged, t.touched, t.silence = unhealthy, now, now, silence
+	t.quiet, t.quietUntil, t.answering = 0, time.Time{}, time.Time{}
+	t.pause, t.announced, t.flush = recoverFirst, false, flush{ejected: t.flush.ejected}
+	t.due, t.trialEnd = now.Add(t.pause), now.Add(t.trial)
+	m.answers.freeze(t.endpoint)
 }
 
 // recheck decides about an unhealthy endpoint.
-func (t *track) recheck(now time.Time, f finding) (changed bool) {
-	if f.outcome == Accepted {
+func (m *machine) recheck(now time.Time, t *track, o Outcome) (changed bool) {
+	if o == Accepted {
 		if t.answering.IsZero() {
 			t.answering = now
 		}
 		left := t.penalty - now.Sub(t.answering)
 		if left <= 0 {
+			m.answers.forgive(t.endpoint)
+			t.recovered = now
 			t.comeBack(now)
 			return true
 		}
@@ -257,40 +293,63 @@ func (t *track) recheck(now time.Time, f finding) (changed bool) {
 	t.pause = min(2*t.pause, recoverMost)
 	t.due = now.Add(t.pause)
 	before := t.cause
-	switch f.outcome {
+	switch o {
 	case Rejected:
-		t.cause, t.trialEnd = snapshot.Refused, time.Time{}
+		t.cause = snapshot.Refused
 	case Silent:
 		t.cause = snapshot.Unanswered
-		switch {
-		case f.proven:
-			t.trialEnd = time.Time{}
-		case t.trialEnd.IsZero():
-			t.startTrial(now) // perhaps policies now forbid what this node sends
-		}
 	}
 	return t.cause != before
 }
 
 // comeBack makes an endpoint healthy again.
 func (t *track) comeBack(now time.Time) {
-	t.state, t.due, t.trialEnd = cleared, time.Time{}, time.Time{}
+	t.state, t.due, t.trialEnd, t.probing, t.outcome = cleared, time.Time{}, time.Time{}, false, Accepted
 	t.returned, t.touched, t.flush = now, now, flush{}
 }
 
-// advance ends trials and forgets endpoints. It returns the endpoints whose health has changed.
+// advance decides about endpoints by the time and the answers to clients, and forgets endpoints. It returns those whose
+// health has changed.
 func (m *machine) advance(now time.Time) (changed []*track) {
 	for _, t := range m.tracks {
+		was, p := t.doubtful(), m.answers.of[t.endpoint]
+		t.mute = t.outcome == Silent && p != nil && now.Sub(p.last) >= muteFor
 		switch {
-		case t.state == unhealthy && !t.trialEnd.IsZero() && !now.Before(t.trialEnd):
+		case t.state == unhealthy && p != nil && p.last.After(t.judged):
+			t.recovered = now
 			t.comeBack(now)
-			t.probing = false
 			changed = append(changed, t)
+		case t.state == unhealthy && !now.Before(t.trialEnd):
+			t.comeBack(now)
+			changed = append(changed, t)
+		case t.state == doubted:
+			silence, yes := m.silent(now, t)
+			switch {
+			case yes && now.Sub(t.proven) < proofLasts:
+				m.fail(now, t, silence)
+				changed = append(changed, t)
+			case now.Sub(t.evidence) >= doubtMemory && !t.probing:
+				if t.clear(now, doubtMost); was {
+					changed = append(changed, t)
+				}
+			case t.doubtful() != was:
+				changed = append(changed, t)
+			}
 		case t.state == cleared && !t.probing && now.Sub(t.touched) >= memory:
 			m.forget(t)
 		}
 	}
 	return changed
+}
+
+// decides says whether an endpoint may be ejected, or come back, with the next answer.
+func (m *machine) decides() bool {
+	for _, t := range m.tracks {
+		if t.state != cleared {
+			return true
+		}
+	}
+	return false
 }
 
 // next returns when something is to be done, if no evidence comes.
@@ -333,10 +392,7 @@ func (m *machine) start(now time.Time) (probe []*track) {
 	}
 	for _, list := range waiting {
 		slices.SortFunc(list, func(a, b *track) int {
-			if c := a.due.Compare(b.due); c != 0 {
-				return c
-			}
-			return a.endpoint.Compare(b.endpoint)
+			return cmp.Or(a.due.Compare(b.due), a.endpoint.Compare(b.endpoint), a.service.Compare(b.service))
 		})
 	}
 	for ; total < maxProbes && len(waiting) > 0; total++ {
@@ -365,7 +421,7 @@ func (m *machine) start(now time.Time) (probe []*track) {
 }
 
 // namespace is whose turn a probe takes.
-func (t *track) namespace() string { return t.ports[0].Name.Service.Namespace }
+func (t *track) namespace() string { return t.service.Namespace }
 
 func later(a, b time.Time) time.Time {
 	if a.After(b) {

@@ -12,10 +12,11 @@ import (
 
 // Stats counts what a Detector has done.
 type Stats struct {
-	// Unhealthy and Ejected are how many endpoints are so now, Ejections how often one was ejected; by cause.
+	// Unhealthy and Ejected are how many endpoints are so now, Ejections how often one was ejected; by cause. An endpoint
+	// of two Services counts for each.
 	Unhealthy, Ejected [2]int
 	Ejections          [2]uint64
-	// Probes counts probes by outcome, without those of references.
+	// Probes counts probes by outcome.
 	Probes       [4]uint64
 	FlowsDeleted uint64
 	ReadErrors   uint64
@@ -72,8 +73,8 @@ func (d *Detector) Report() Report {
 	for _, name := range slices.SortedFunc(maps.Keys(d.put), snapshot.Name.Compare) {
 		s := ServiceReport{Service: name.String()}
 		for _, u := range d.put[name].Unhealthy {
-			t := d.machine.tracks[u.Endpoint]
-			if t == nil {
+			t := d.machine.tracks[trackKey{name, u.Endpoint}]
+			if t == nil || u.Doubtful {
 				continue
 			}
 			if left--; left < 0 {
@@ -82,7 +83,7 @@ func (d *Detector) Report() Report {
 			}
 			s.Endpoints = append(s.Endpoints, EndpointReport{
 				Endpoint: u.Endpoint.String(), Cause: u.Cause.String(), Since: u.Since.UTC(),
-				Ejected: t.ejectedFrom(name), NextProbe: t.due.UTC().Truncate(time.Second),
+				Ejected: t.ejected(), NextProbe: t.due.UTC().Truncate(time.Second),
 			})
 		}
 		if len(s.Endpoints) > 0 {

@@ -1,10 +1,8 @@
 package outlier
 
 import (
-	"math/rand/v2"
 	"net/netip"
 	"slices"
-	"time"
 
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
@@ -52,54 +50,77 @@ func pools(sp *dataplane.ServicePort) [2]*dataplane.Pool {
 	return [...]*dataplane.Pool{sp.Cluster, sp.Local}
 }
 
-// find returns the ports that have each of the given endpoints.
-func (s *services) find(wanted map[netip.AddrPort]bool) map[netip.AddrPort][]*dataplane.ServicePort {
-	found := map[netip.AddrPort][]*dataplane.ServicePort{}
+// hasFrontend says whether a port of a Service that is looked after has a frontend.
+func (s *services) hasFrontend(name snapshot.Name, k dataplane.Key) bool {
+	svc := s.byName[name]
+	return svc != nil && slices.ContainsFunc(svc.Ports, func(sp *dataplane.ServicePort) bool {
+		return watches(sp) && hasFrontend([]*dataplane.ServicePort{sp}, k)
+	})
+}
+
+// has says whether a port has an endpoint.
+func has(sp *dataplane.ServicePort, endpoint netip.AddrPort) (yes bool) {
+	eachEndpoint(sp, func(e netip.AddrPort) { yes = yes || e == endpoint })
+	return yes
+}
+
+// find notes which Services have some frontends.
+func (s *services) find(wanted map[dataplane.Key]bool, owners map[dataplane.Key]snapshot.Name) {
 	if len(wanted) == 0 {
-		return found
+		return
 	}
-	for _, svc := range s.byName {
+	for name, svc := range s.byName {
 		eachPort(svc, func(sp *dataplane.ServicePort) {
-			eachEndpoint(sp, func(e netip.AddrPort) {
-				if wanted[e] && !slices.Contains(found[e], sp) {
-					found[e] = append(found[e], sp)
+			for i := range sp.Frontends {
+				if k := sp.Frontends[i].Key; wanted[k] {
+					owners[k] = name
 				}
-			})
+			}
 		})
 	}
-	for _, ports := range found {
-		sortPorts(ports)
-	}
+}
+
+// with returns the ports of a Service that have some endpoints.
+func (s *services) with(name snapshot.Name, endpoints map[netip.AddrPort]snapshot.Cause) (
+	found map[netip.AddrPort][]*dataplane.ServicePort) {
+	found = map[netip.AddrPort][]*dataplane.ServicePort{}
+	eachPort(s.byName[name], func(sp *dataplane.ServicePort) {
+		eachEndpoint(sp, func(e netip.AddrPort) {
+			if _, wanted := endpoints[e]; wanted && !endsWith(found[e], sp) {
+				found[e] = append(found[e], sp)
+			}
+		})
+	})
 	return found
 }
 
-func sortPorts(ports []*dataplane.ServicePort) {
-	slices.SortFunc(ports, func(a, b *dataplane.ServicePort) int { return a.Name.Compare(b.Name) })
+// endsWith reports whether a port was added last: ports come one after the other, and each names an endpoint of both
+// its pools twice.
+func endsWith(ports []*dataplane.ServicePort, sp *dataplane.ServicePort) bool {
+	return len(ports) > 0 && ports[len(ports)-1] == sp
 }
 
 // replace replaces a Service, by nil if it is gone, and keeps the tracks' ports right. A track without ports is
 // forgotten.
 func (d *Detector) replace(name snapshot.Name, now *dataplane.Service) {
-	before := d.services.byName[name]
 	touched := map[*track]bool{}
-	eachPort(before, func(sp *dataplane.ServicePort) {
+	eachPort(d.services.byName[name], func(sp *dataplane.ServicePort) {
 		d.services.watched--
-		d.eachTrack(sp, func(t *track) {
-			t.ports = slices.DeleteFunc(t.ports, func(o *dataplane.ServicePort) bool { return o == sp })
+		d.eachTrack(name, sp, func(t *track) {
+			t.ports = nil
 			touched[t] = true
 		})
 	})
 	eachPort(now, func(sp *dataplane.ServicePort) {
 		d.services.watched++
-		d.eachTrack(sp, func(t *track) {
-			if !slices.Contains(t.ports, sp) {
+		d.eachTrack(name, sp, func(t *track) {
+			if !endsWith(t.ports, sp) {
 				t.ports = append(t.ports, sp)
 			}
-			touched[t] = true
 		})
 	})
 	for t := range touched {
-		if sortPorts(t.ports); len(t.ports) == 0 {
+		if len(t.ports) == 0 {
 			d.machine.forget(t)
 		}
 	}
@@ -110,24 +131,25 @@ func (d *Detector) replace(name snapshot.Name, now *dataplane.Service) {
 	}
 }
 
-func (d *Detector) eachTrack(sp *dataplane.ServicePort, do func(*track)) {
+func (d *Detector) eachTrack(name snapshot.Name, sp *dataplane.ServicePort, do func(*track)) {
 	if len(d.machine.tracks) == 0 {
 		return
 	}
 	eachEndpoint(sp, func(e netip.AddrPort) {
-		if t := d.machine.tracks[e]; t != nil {
+		if t := d.machine.tracks[trackKey{name, e}]; t != nil {
 			do(t)
 		}
 	})
 }
 
-// health returns what is known of a Service's endpoints, nil if none is unhealthy.
+// health returns what is known of a Service's endpoints, nil if nothing.
 func (d *Detector) health(name snapshot.Name) *snapshot.Health {
 	var h snapshot.Health
 	eachPort(d.services.byName[name], func(sp *dataplane.ServicePort) {
-		d.eachTrack(sp, func(t *track) {
-			if t.state == unhealthy {
-				h.Unhealthy = append(h.Unhealthy, snapshot.Unhealthy{Endpoint: t.endpoint, Cause: t.cause, Since: t.since})
+		d.eachTrack(name, sp, func(t *track) {
+			if t.state == unhealthy || t.doubtful() {
+				h.Unhealthy = append(h.Unhealthy, snapshot.Unhealthy{Endpoint: t.endpoint, Cause: t.cause, Since: t.since,
+					Doubtful: t.state != unhealthy})
 			}
 		})
 	})
@@ -139,41 +161,6 @@ func (d *Detector) health(name snapshot.Name) *snapshot.Health {
 	return &h
 }
 
-// maxReferences is how many other endpoints are probed with one under suspicion.
-const maxReferences = 2
-
-// references returns other endpoints of a track's pools that nothing is known against. If the endpoint is not local,
-// neither are they: policies rarely keep a node from its own pods.
-func (d *Detector) references(t *track) (refs []netip.AddrPort) {
-	seen := 0
-	for _, sp := range t.ports {
-		for _, p := range pools(sp) {
-			in := slices.IndexFunc(p.Endpoints, func(e dataplane.Endpoint) bool { return e.AddrPort == t.endpoint })
-			if in < 0 && !ejected(p, t.endpoint) {
-				continue
-			}
-			if in >= 0 {
-				t.local = p.Endpoints[in].Local
-			}
-			for _, e := range p.Endpoints {
-				if e.AddrPort == t.endpoint || !mayProbe(e.Addr()) || e.Local && !t.local || slices.Contains(refs, e.AddrPort) {
-					continue
-				}
-				if o := d.machine.tracks[e.AddrPort]; o != nil && o.state == unhealthy {
-					continue
-				}
-				seen++ // each has the same chance
-				if len(refs) < maxReferences {
-					refs = append(refs, e.AddrPort)
-				} else if i := rand.IntN(seen); i < maxReferences {
-					refs[i] = e.AddrPort
-				}
-			}
-		}
-	}
-	return refs
-}
-
 // ejected says whether a pool has an endpoint that it does not use.
 func ejected(p *dataplane.Pool, e netip.AddrPort) bool {
 	_, found := slices.BinarySearchFunc(p.Ejected, e, func(u snapshot.Unhealthy, e netip.AddrPort) int {
@@ -182,52 +169,34 @@ func ejected(p *dataplane.Pool, e netip.AddrPort) bool {
 	return found
 }
 
-// ejectedFrom says whether an endpoint is ejected from a pool of a Service; the zero Name means any Service.
-func (t *track) ejectedFrom(name snapshot.Name) bool {
+// ejected says whether the endpoint is ejected from a pool of the Service.
+func (t *track) ejected() bool {
 	return slices.ContainsFunc(t.ports, func(sp *dataplane.ServicePort) bool {
-		return (name == snapshot.Name{} || sp.Name.Service == name) &&
-			(ejected(sp.Cluster, t.endpoint) || ejected(sp.Local, t.endpoint))
+		return ejected(sp.Cluster, t.endpoint) || ejected(sp.Local, t.endpoint)
 	})
 }
 
-// flush says when the endpoint's unanswered flows are deleted.
-type flush struct {
-	// wanted says that evidence came for an unhealthy endpoint.
-	wanted bool
-	// due is when to delete; zero if not at all. again says that this is not the last time.
-	due   time.Time
-	again bool
-	last  time.Time
-	// ejected is what ejectedFrom gave last.
-	ejected bool
-}
-
-// flushAgain is how long after the first time flows are deleted a second time: packets may have been on their way that
-// the old rules translated. While evidence goes on, flows are deleted as often.
-const flushAgain = time.Second
-
 // flushable returns the ports at whose frontends unanswered flows to an endpoint are deleted: those that have ejected
-// it, or could not, and have a healthy one.
+// it, or have another one.
 func (d *Detector) flushable(t *track) (ports []*dataplane.ServicePort) {
 	for _, sp := range t.ports {
-		if sp.SecondChance == snapshot.SecondChanceOn &&
-			(d.flushablePool(sp.Cluster, t.endpoint) || d.flushablePool(sp.Local, t.endpoint)) {
+		if sp.SecondChance == snapshot.SecondChanceOn && (d.flushablePool(sp.Cluster, t) || d.flushablePool(sp.Local, t)) {
 			ports = append(ports, sp)
 		}
 	}
 	return ports
 }
 
-func (d *Detector) flushablePool(p *dataplane.Pool, endpoint netip.AddrPort) bool {
-	if ejected(p, endpoint) {
+func (d *Detector) flushablePool(p *dataplane.Pool, t *track) bool {
+	if ejected(p, t.endpoint) {
 		return true
 	}
 	has, healthy := false, false
 	for i := range p.Endpoints {
 		e := p.Endpoints[i].AddrPort
-		if e == endpoint {
+		if e == t.endpoint {
 			has = true
-		} else if o := d.machine.tracks[e]; o == nil || o.state != unhealthy {
+		} else if o := d.machine.tracks[trackKey{t.service, e}]; o == nil || o.state != unhealthy {
 			healthy = true
 		}
 	}

@@ -142,6 +142,6 @@ func (t *nfTable) setFaults(s *nfSet) (list []Fault) {
 // pings or the proxy itself read.
 func (f *Fault) Unused() bool {
 	_, name, _ := strings.Cut(f.Place, " ")
-	return slices.Contains([]string{"revision", "digests", "retry-services", "unanswered", "refused", "evidence",
-		"evidence-input", "silent-cluster-ips", "pingable-ips"}, name)
+	return slices.Contains([]string{"revision", "digests", "settings", "unhealthy-endpoints", "retry-services",
+		"unanswered", "refused", "evidence", "evidence-input"}, name)
 }

@@ -35,6 +35,8 @@ const (
 	opReject
 	opCT
 	opAddressType
+	opLocalAddress // iptables: an address is this host's
+	opMark         // iptables: the mark has a value under a mask
 )
 
 // Where the parts of a header lie.
@@ -190,6 +192,10 @@ func (t *nfTable) compileTarget(name string, a netlink.Attributes) nfOp {
 			op.unknown = "fib with another result than the type of an address"
 		}
 		return op
+	case "match":
+		return compileMatch(a)
+	case "target":
+		return compileXTarget(a)
 	case "objref":
 		const counter = 1
 		if a[unix.NFTA_OBJREF_IMM_TYPE].Big32() == counter {
@@ -197,6 +203,56 @@ func (t *nfTable) compileTarget(name string, a netlink.Attributes) nfOp {
 		}
 	}
 	return nfOp{unknown: name}
+}
+
+// compileMatch translates a match of iptables' own: comments, and the state of a connection.
+func compileMatch(a netlink.Attributes) nfOp {
+	name, info := a[unix.NFTA_MATCH_NAME].Text(), a[unix.NFTA_MATCH_INFO]
+	switch {
+	case name == "comment":
+		return nfOp{kind: opNothing}
+	case name == "conntrack" && a[unix.NFTA_MATCH_REV].Big32() == 3 && len(info) >= 152:
+		// struct xt_conntrack_mtinfo3: 8 addresses, 2 times and 5 ports lie before the flags.
+		const flags, inverted, mask = 146, 148, 150
+		const state, isNew = 1, 1 << 3
+		if binary.NativeEndian.Uint16(info[flags:]) == state {
+			holds := binary.NativeEndian.Uint16(info[mask:])&isNew != 0
+			if holds != (binary.NativeEndian.Uint16(info[inverted:])&state != 0) {
+				return nfOp{kind: opNothing}
+			}
+			return nfOp{kind: opVerdict, code: codeBreak}
+		}
+	}
+	switch revision := a[unix.NFTA_MATCH_REV].Big32(); {
+	case name == "addrtype" && revision == 1 && len(info) >= 8:
+		// struct xt_addrtype_info_v1: a set of types for the source, one for the destination, and flags.
+		const local, invertSource, invertDestination = 1 << unix.RTN_LOCAL, 1, 2
+		source, dest := binary.NativeEndian.Uint16(info), binary.NativeEndian.Uint16(info[2:])
+		flags := binary.NativeEndian.Uint32(info[4:])
+		switch {
+		case dest == local && source == 0 && flags&^invertDestination == 0:
+			return nfOp{kind: opLocalAddress, inverted: flags != 0}
+		case source == local && dest == 0 && flags&^invertSource == 0:
+			return nfOp{kind: opLocalAddress, inverted: flags != 0, what: 1}
+		}
+	case name == "mark" && revision == 1 && len(info) >= 9:
+		// struct xt_mark_mtinfo1: mark, mask, and whether the match is inverted.
+		return nfOp{kind: opMark, seed: binary.NativeEndian.Uint32(info), modulus: binary.NativeEndian.Uint32(info[4:]),
+			inverted: info[8] != 0}
+	}
+	return nfOp{unknown: "match " + name}
+}
+
+// compileXTarget translates a target of iptables' own.
+func compileXTarget(a netlink.Attributes) nfOp {
+	switch name := a[unix.NFTA_TARGET_NAME].Text(); name {
+	case "REJECT":
+		return nfOp{kind: opReject, n: 3}
+	case "LOG", "NFLOG":
+		return nfOp{kind: opNothing}
+	default:
+		return nfOp{unknown: "target " + name}
+	}
 }
 
 func clone(v []byte) []byte { return append([]byte(nil), v...) }
@@ -214,7 +270,7 @@ func compileMeta(a netlink.Attributes) nfOp {
 	op.dest = register(a[unix.NFTA_META_DREG])
 	switch key {
 	case unix.NFT_META_PROTOCOL, unix.NFT_META_NFPROTO, unix.NFT_META_L4PROTO, unix.NFT_META_PRIORITY, unix.NFT_META_MARK,
-		unix.NFT_META_IIF, unix.NFT_META_IIFNAME:
+		unix.NFT_META_IIF, unix.NFT_META_IIFNAME, unix.NFT_META_OIF, unix.NFT_META_OIFNAME:
 	default:
 		op.unknown = fmt.Sprintf("meta key %d", key)
 	}

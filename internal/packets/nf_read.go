@@ -36,7 +36,9 @@ const (
 
 // nfTable is one table, as the kernel lists it.
 type nfTable struct {
-	family  ipfamily.Family
+	family ipfamily.Family
+	// both says that it is one of the family inet, as IPv4 or IPv6 packets see it.
+	both    bool
 	name    string
 	chains  map[string]*nfChain
 	sets    map[string]*nfSet
@@ -192,13 +194,21 @@ func readOnce(c *netlink.Conn, name string, host *Host) (*Rules, error) {
 // request builds a request about a table.
 func request(message uint16, flags uint16, t *nfTable, attrs ...any) []byte {
 	var w netlink.Buffer
-	m := w.Netfilter(netlink.NFTables(message), flags, t.family.NFProto())
+	m := w.Netfilter(netlink.NFTables(message), flags, t.proto())
 	w.Text(1, t.name) // the attribute of the table's name is the first of all objects
 	for i := 0; i+1 < len(attrs); i += 2 {
 		w.Text(uint16(attrs[i].(int)), attrs[i+1].(string))
 	}
 	w.End(m)
 	return w.Bytes()
+}
+
+// proto is the family by which the kernel knows the table.
+func (t *nfTable) proto() byte {
+	if t.both {
+		return unix.NFPROTO_INET
+	}
+	return t.family.NFProto()
 }
 
 // list lists objects of a table, and calls do with the attributes of each.

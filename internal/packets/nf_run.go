@@ -2,6 +2,7 @@ package packets
 
 import (
 	"bytes"
+	"cmp"
 	"encoding/binary"
 	"errors"
 	"fmt"
@@ -118,6 +119,10 @@ type walker struct {
 	asked  *Asked
 	queue  []*machine
 	out    outcomes
+	// only, if not nil, says which base chains of the first hook are run, and that no other hook is. By is the chain of
+	// the last rule that refused or translated the packet.
+	only func(*nfChain) bool
+	by   *nfChain
 }
 
 // Walk implements Walker.
@@ -177,7 +182,7 @@ func (w *walker) destination(m *machine) netip.AddrPort {
 func (w *walker) enter(m *machine) {
 	chains := w.rules.hooks[w.family][m.hook]
 	for ; m.base < len(chains); m.base++ {
-		if c := chains[m.base]; !c.nat || !m.natDone && !m.looped {
+		if c := chains[m.base]; (!c.nat || !m.natDone && !m.looped) && (w.only == nil || w.only(c)) {
 			m.stack[0], m.depth, m.op = frame{chain: c}, 0, 0
 			return
 		}
@@ -186,6 +191,9 @@ func (w *walker) enter(m *machine) {
 
 // nextHook moves to the next hook on the packet's way; false at its end.
 func (w *walker) nextHook(m *machine) bool {
+	if w.only != nil {
+		return false
+	}
 	local := w.rules.host.local(w.destination(m).Addr())
 	switch m.hook {
 	case hookPrerouting:
@@ -260,7 +268,8 @@ func (w *walker) base(m *machine) (bool, error) {
 		f := &m.stack[m.depth]
 		if f.rule >= len(f.chain.rules) {
 			if m.depth == 0 {
-				if w.rules.hooks[w.family][m.hook][m.base].drops {
+				if c := w.rules.hooks[w.family][m.hook][m.base]; c.drops {
+					w.by = c
 					return true, w.end(m, Ending{Verdict: Dropped})
 				}
 				return false, nil
@@ -279,8 +288,12 @@ func (w *walker) base(m *machine) (bool, error) {
 		case goOn, noMatch:
 			f.rule++
 		case accepted:
+			if m.translated {
+				w.by = f.chain
+			}
 			return false, nil
 		case ended:
+			w.by = f.chain
 			return true, nil
 		}
 		m.op = 0
@@ -385,10 +398,17 @@ func (w *walker) meta(m *machine, op *nfOp) (result, error) {
 		m.load(op.dest, native32(m.prio))
 	case unix.NFT_META_MARK:
 		m.load(op.dest, native32(m.mark))
+	case unix.NFT_META_OIFNAME:
+		if w.packet.Out == "" {
+			return noMatch, errors.New("the interface that the packet leaves by is not known")
+		}
+		m.load(op.dest, interfaceName(w.packet.Out))
+	case unix.NFT_META_OIF:
+		m.load(op.dest, native32(cmp.Or(w.packet.OutIndex, interfaceIndex)))
 	case unix.NFT_META_IIF:
 		index := uint32(0)
 		if m.iif != "" && m.hook != hookOutput {
-			index = interfaceIndex
+			index = cmp.Or(w.packet.Index, interfaceIndex)
 		}
 		m.load(op.dest, native32(index))
 	case unix.NFT_META_IIFNAME:
@@ -523,6 +543,14 @@ func (w *walker) act(m *machine, op *nfOp) (result, error) {
 		return w.conntrack(m, op)
 	case opAddressType:
 		return w.addressType(m, op)
+	case opLocalAddress:
+		a := w.destination(m).Addr()
+		if op.what == 1 {
+			a = w.packet.Source.Addr()
+		}
+		return match(w.rules.host.local(a) != op.inverted)
+	case opMark:
+		return match((m.mark&op.modulus == op.seed) != op.inverted)
 	case opUnknown:
 		return noMatch, fmt.Errorf("what %s does is not known", op.unknown)
 	}

@@ -23,6 +23,9 @@ type Packet struct {
 	Protocol Protocol
 	// Interface is the one the packet comes in by; empty if a process on this host sends it.
 	Interface string
+	// Out is the interface it leaves by, and Index and OutIndex are the indices of both; unset if they are not known.
+	Out             string
+	Index, OutIndex uint32
 }
 
 // Protocol is a protocol's number.

@@ -9,6 +9,7 @@ import (
 	"github.com/verdict-proxy/verdict/internal/conntrack"
 	"github.com/verdict-proxy/verdict/internal/inspect"
 	"github.com/verdict-proxy/verdict/internal/status"
+	"github.com/verdict-proxy/verdict/internal/terminal"
 	"github.com/verdict-proxy/verdict/nft/kernel"
 	"github.com/verdict-proxy/verdict/sync/reconcile"
 	"github.com/verdict-proxy/verdict/sync/watch"
@@ -34,7 +35,7 @@ func (q *Question) Ask(ctx context.Context) (p *Plan, err error) {
 		return nil, err
 	}
 	q.Files.NodeName = in.Objects.Config.NodeName
-	if in.Change, err = watch.LoadChange(q.Files, in.Objects.Snap); err != nil {
+	if in.Change, err = watch.LoadChange(ctx, q.Files, in.Objects.Snap); err != nil {
 		return nil, err
 	}
 	present := false
@@ -94,7 +95,7 @@ func (p *Plan) quarantined(q status.Quarantined) (notes []string) {
 		}
 	}
 	if more := q.Count - len(q.Services); more > 0 && len(p.Services) > 0 {
-		notes = append(notes, fmt.Sprintf("%d more Services are quarantined, which the proxy does not name", more))
+		notes = append(notes, terminal.Plural(more, "more Service")+" quarantined, which the proxy does not name")
 	}
 	return notes
 }

@@ -265,6 +265,7 @@ func (m *maker) globals() {
 	}
 	was, is := &m.was, m.planner.State()
 	say("ServiceCIDRs", was.ServiceCIDRs, is.ServiceCIDRs)
+	say("what others use of them", was.SharedRanges, is.SharedRanges)
 	for i, f := range ipfamily.All {
 		say("pods of "+f.String(), podsText([...]dataplane.Pods{was.Pods4, was.Pods6}[i]),
 			podsText([...]dataplane.Pods{is.Pods4, is.Pods6}[i]))

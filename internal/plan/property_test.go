@@ -119,6 +119,7 @@ func newBed(t *testing.T, seed uint64) *bed {
 		}
 	})
 	releaser := conntrack.NewReleaser(releases, conntrack.ReleaserOptions{})
+	cleaner.SetTCP(releaser)
 	b.loop = &reconciletest.Loop{Writer: backend,
 		Listeners: []reconcile.Listener{cleaner.Listener(), releaser.Listener()}}
 	ctx, cancel := context.WithCancel(context.Background())

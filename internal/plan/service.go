@@ -8,6 +8,7 @@ import (
 	"time"
 
 	"github.com/verdict-proxy/verdict/internal/ipfamily"
+	"github.com/verdict-proxy/verdict/internal/units"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
@@ -124,7 +125,7 @@ func spanText(d time.Duration) string {
 	if d == 0 {
 		return "none"
 	}
-	return d.String()
+	return units.Span(d)
 }
 
 // choiceText says how an endpoint is chosen.
@@ -147,25 +148,23 @@ func family(sp *dataplane.ServicePort) ipfamily.Family { return ipfamily.Of(sp.F
 
 // portPairs pairs the ports of a Service before and after a change, by name and family. One of a pair may be nil.
 func portPairs(before, after *dataplane.Service) (pairs [][2]*dataplane.ServicePort) {
-	same := func(a, b *dataplane.ServicePort) bool { return a.Name == b.Name && family(a) == family(b) }
-	var met []*dataplane.ServicePort
-	if before != nil {
-		for _, b := range before.Ports {
-			pair := [2]*dataplane.ServicePort{b, nil}
-			if after != nil {
-				if i := slices.IndexFunc(after.Ports, func(a *dataplane.ServicePort) bool { return same(a, b) }); i >= 0 {
-					pair[1] = after.Ports[i]
-					met = append(met, pair[1])
-				}
-			}
-			pairs = append(pairs, pair)
-		}
+	type id struct {
+		name   dataplane.PortName
+		family ipfamily.Family
 	}
-	if after != nil {
-		for _, a := range after.Ports {
-			if !slices.Contains(met, a) {
-				pairs = append(pairs, [2]*dataplane.ServicePort{nil, a})
+	at := map[id]int{}
+	for i, svc := range []*dataplane.Service{before, after} {
+		if svc == nil {
+			continue
+		}
+		for _, sp := range svc.Ports {
+			n, there := at[id{sp.Name, family(sp)}]
+			if !there {
+				n = len(pairs)
+				at[id{sp.Name, family(sp)}] = n
+				pairs = append(pairs, [2]*dataplane.ServicePort{})
 			}
+			pairs[n][i] = sp
 		}
 	}
 	return pairs
@@ -331,10 +330,13 @@ func rangesOf(svc *dataplane.Service, f ipfamily.Family) (ranges []netip.Prefix,
 	return ranges, has
 }
 
-// uncovered returns those of some ranges that no other of a list holds.
+// uncovered returns those of some ranges that no other of a list holds. Both lists are sorted, and none of their ranges
+// holds another.
 func uncovered(ranges, by []netip.Prefix) (out []netip.Prefix) {
 	for _, r := range ranges {
-		if !slices.ContainsFunc(by, func(p netip.Prefix) bool { return p.Bits() <= r.Bits() && p.Contains(r.Addr()) }) {
+		i, same := slices.BinarySearchFunc(by, r, netip.Prefix.Compare)
+		// What holds a range is the last one before it.
+		if !same && (i == 0 || by[i-1].Bits() > r.Bits() || !by[i-1].Contains(r.Addr())) {
 			out = append(out, r)
 		}
 	}

@@ -36,13 +36,13 @@ func (p *Plan) Print(to *terminal.Printer, o TextOptions) {
 	t.list("", len(p.Conflicts), 0, func(i int) string { return t.Paint(terminal.Red, "! "+p.Conflicts[i]) })
 	for i, s := range p.Services {
 		if i == 2*shortList && !o.All {
-			t.Line("and %d more Services (--all)", len(p.Services)-i+p.MoreServices)
+			t.Line("and %s (--all)", terminal.Plural(len(p.Services)-i+p.MoreServices, "more Service"))
 			break
 		}
 		t.service(s)
 	}
 	if o.All && p.MoreServices > 0 {
-		t.Line("and %d more Services", p.MoreServices)
+		t.Line("and %s", terminal.Plural(p.MoreServices, "more Service"))
 	}
 	t.writes(&p.Writes)
 	for _, n := range p.Notes {

@@ -31,8 +31,8 @@ type Facts struct {
 }
 
 const (
-	// late is how long changes wait, or transactions fail, before the node's Services do not count as programmed.
-	late = 30 * time.Second
+	// Late is how long changes wait, or transactions fail, before the node's Services do not count as programmed.
+	Late = 30 * time.Second
 	// calm is the longest wait of a change on a node that is well, and steady how long it must be well before its Services
 	// count as programmed again. So the Condition changes twice a minute at most.
 	calm   = 10 * time.Second
@@ -75,12 +75,12 @@ func (j *Judge) Look(now time.Time, f Facts) Condition {
 func (f Facts) trouble(now time.Time) Condition {
 	const form = "2006-01-02T15:04:05Z"
 	switch {
-	case age(now, f.Failing) >= late:
+	case age(now, f.Failing) >= Late:
 		return Condition{False, "TransactionsFail",
 			"transactions fail since " + f.Failing.UTC().Format(form) + "; the log of the proxy says why"}
-	case age(now, f.Waiting) >= late:
+	case age(now, f.Waiting) >= Late:
 		return Condition{False, "Behind", "changes wait since " + f.Waiting.UTC().Format(form) + " to be programmed"}
-	case f.First.IsZero() && f.Waiting.IsZero() && now.Sub(f.Started) >= late:
+	case f.First.IsZero() && f.Waiting.IsZero() && now.Sub(f.Started) >= Late:
 		return Condition{Unknown, "NotListed", "the proxy has not read all objects of the API yet; its log says why"}
 	}
 	return Condition{}

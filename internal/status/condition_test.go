@@ -101,7 +101,7 @@ func TestFacts(t *testing.T) {
 		j.Look(time.Now(), w.Facts())
 		waiting.Since = time.Now()
 		w.Listener().Failed(reconcile.Failure{Err: errors.New("secret/name is refused")})
-		time.Sleep(late)
+		time.Sleep(Late)
 		if c := j.Look(time.Now(), w.Facts()); c.Reason != "TransactionsFail" || strings.Contains(c.Message, "secret") {
 			t.Errorf("when it fails: %+v", c)
 		}

@@ -1,6 +1,6 @@
-// Package status says how far a node's proxy has come: which versions of the API's objects are programmed, what waits,
-// and a digest of every Service that is the same on all nodes that have programmed the same. The proxy answers GET
-// /status with it; whoever compares nodes reads the same types.
+// Package status describes the sync status of a node's proxy: which versions of the API's objects are programmed, what
+// waits, and a digest of every Service that is the same on all nodes that have programmed the same. The proxy answers
+// GET /status with it; whoever compares nodes reads the same types.
 package status
 
 import (
@@ -38,6 +38,10 @@ type Status struct {
 	Quarantined Quarantined `json:"quarantined"`
 	Ejected     Ejected     `json:"ejected"`
 	Drift       Drift       `json:"drift"`
+	// Preflight is what on this host stops packets of Services although the rules are right, as it was found last.
+	Preflight []Finding `json:"preflight,omitempty"`
+	// Unread are the first maxNamed manifests that cannot be read; what they said before stays in force.
+	Unread []Unread `json:"unread,omitempty"`
 	// Ledger is where the ledger ends; nil if the node keeps none.
 	Ledger *Ledger `json:"ledger,omitempty"`
 	// Recent are the last maxRecent transactions that the kernel acknowledged, the newest first.
@@ -118,6 +122,21 @@ type EjectedEndpoint struct {
 	Since    time.Time `json:"since"`
 }
 
+// Finding is something about a host, and what to do about it.
+type Finding struct {
+	// Check is the name of the check that found it.
+	Check  string `json:"check"`
+	What   string `json:"what"`
+	Advice string `json:"advice"`
+}
+
+// Unread is a file of objects that cannot be read, or the directory of all.
+type Unread struct {
+	File  string    `json:"file"`
+	Since time.Time `json:"since"`
+	Error string    `json:"error"`
+}
+
 // Drift is what the checks for changes by other programs found.
 type Drift struct {
 	// Checked is when the last check ended, and Error why it failed.
@@ -139,10 +158,14 @@ func (d *Drift) Open() bool {
 // Ledger is where a ledger ends, by what the process that writes it remembers, and not by its files.
 type Ledger struct {
 	// Record is the number of the last record, 0 if none was written yet, and Digest its digest, which stands for all
-	// before it, too. Missing is how many records could not be written since the process started.
+	// before it, too. Missing is how many records the files lack that this process has, or should have, written. Error
+	// says why they cannot be written now.
 	Record  uint64 `json:"record"`
 	Digest  string `json:"digest,omitempty"`
 	Missing uint64 `json:"missing,omitempty"`
+	Error   string `json:"error,omitempty"`
+	// Dir is where they are.
+	Dir string `json:"dir"`
 }
 
 // Change is one transaction.

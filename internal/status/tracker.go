@@ -27,6 +27,10 @@ type Options struct {
 	Quarantined func() []reconcile.Quarantined
 	// Ejected, if not nil, returns all ejected endpoints.
 	Ejected func() []EjectedEndpoint
+	// Preflight, if not nil, returns what was found on this host.
+	Preflight func() []Finding
+	// Unread, if not nil, returns the manifests that cannot be read.
+	Unread func() []Unread
 	// Ledger, if not nil, returns where the ledger ends.
 	Ledger func() Ledger
 }
@@ -239,6 +243,17 @@ func (t *Tracker) status() Status {
 	if t.o.Ejected != nil {
 		ejected := t.o.Ejected()
 		s.Ejected = Ejected{len(ejected), ejected[:min(len(ejected), maxNamed)]}
+	}
+	if t.o.Preflight != nil {
+		found := t.o.Preflight()
+		s.Preflight = found[:min(len(found), maxNamed)]
+	}
+	if t.o.Unread != nil {
+		for _, u := range t.o.Unread() {
+			if u.Error = cut(u.Error); len(s.Unread) < maxNamed {
+				s.Unread = append(s.Unread, u)
+			}
+		}
 	}
 	if t.o.Ledger != nil {
 		end := t.o.Ledger()

@@ -45,6 +45,7 @@ type world struct {
 	snap        *snapshot.Snapshot
 	progress    snapshot.Progress
 	quarantined []reconcile.Quarantined
+	unread      []Unread
 }
 
 func newWorld() *world {
@@ -52,6 +53,7 @@ func newWorld() *world {
 	w.Tracker = New(Options{Version: "v1", Backend: "nftables", Node: "n",
 		Progress:    func() snapshot.Progress { return w.progress },
 		Quarantined: func() []reconcile.Quarantined { return w.quarantined },
+		Unread:      func() []Unread { return w.unread },
 		Ejected: func() []EjectedEndpoint {
 			return []EjectedEndpoint{{"shop/web", "10.0.0.1:80", "refused", time.Time{}}}
 		}})
@@ -86,12 +88,13 @@ func TestLedger(t *testing.T) {
 	}
 	end := Ledger{}
 	w.o.Ledger = func() Ledger { return end }
-	for _, want := range []string{`"ledger":{"record":0}`, `"ledger":{"record":7,"digest":"ab","missing":2}`} {
+	for _, want := range []string{`"ledger":{"record":0,"dir":""}`,
+		`"ledger":{"record":7,"digest":"ab","missing":2,"error":"full","dir":"/l"}`} {
 		text, err := json.Marshal(w.Status())
 		if err != nil || !strings.Contains(string(text), want) {
 			t.Errorf("%s, error %v; want %s", text, err, want)
 		}
-		end = Ledger{7, "ab", 2}
+		end = Ledger{7, "ab", 2, "full", "/l"}
 	}
 }
 
@@ -129,6 +132,21 @@ func TestDigestOfAll(t *testing.T) {
 	b.quarantined = nil
 	if one(a) != one(b) {
 		t.Error("it is still different")
+	}
+}
+
+// TestUnread: manifests that cannot be read are named, if they are not too many.
+func TestUnread(t *testing.T) {
+	w := newWorld()
+	if s := w.Status(); len(s.Unread) > 0 {
+		t.Errorf("%+v", s.Unread)
+	}
+	for range 2 * maxNamed {
+		w.unread = append(w.unread, Unread{File: "a.yaml", Error: strings.Repeat("x", 2*maxText)})
+	}
+	s := w.Status()
+	if len(s.Unread) != maxNamed || s.Unread[0].File != "a.yaml" || len(s.Unread[0].Error) > maxText+len("…") {
+		t.Errorf("%d are named, such as %+v", len(s.Unread), s.Unread[0])
 	}
 }
 

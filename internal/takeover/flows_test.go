@@ -123,8 +123,8 @@ func (w *world) verdict() *kernel.Backend {
 // cleanup removes Verdict's tables.
 func (w *world) cleanup(b *kernel.Backend) {
 	w.t.Helper()
-	// A packet that is under way in a chain while its table is deleted finds the maps empty and the sets, such as
-	// cluster-ips, as they were, and is rejected. So there must be no way into the chains any more.
+	// A packet that is under way in a chain while its table is deleted finds some of the maps empty, and is rejected. So
+	// there must be no way into the chains any more.
 	inside(w.t, w.Node, func() error {
 		n, err := openNFTables()
 		if err != nil {

@@ -36,7 +36,7 @@ func (s *Screen) Close() error {
 func (s *Screen) Size() (width, height int) {
 	width, height, err := term.GetSize(int(s.out.Fd()))
 	if err != nil || width == 0 || height == 0 {
-		return 80, 24
+		return DefaultWidth, 24
 	}
 	return width, height
 }
@@ -49,7 +49,7 @@ func (s *Screen) Draw(lines []string) error {
 		if i > 0 {
 			b.WriteString("\r\n")
 		}
-		b.WriteString(l)
+		b.WriteString(clean(l, ""))
 		b.WriteString("\x1b[K")
 	}
 	b.WriteString("\x1b[J")

@@ -4,6 +4,7 @@ package units
 import (
 	"fmt"
 	"strconv"
+	"strings"
 	"time"
 )
 
@@ -33,4 +34,15 @@ func Brief(d time.Duration) string {
 		return fmt.Sprintf("%.1f ms", float64(d.Microseconds())/1000)
 	}
 	return fmt.Sprintf("%.1f s", d.Seconds())
+}
+
+// Span writes a duration in whole seconds: 10s, 1m30s, 30m, 1h, 1h0m5s.
+func Span(d time.Duration) string {
+	text := d.Truncate(time.Second).String()
+	for _, zero := range [...]struct{ after, of string }{{"m", "0s"}, {"h", "0m"}} {
+		if strings.HasSuffix(text, zero.after+zero.of) {
+			text = strings.TrimSuffix(text, zero.of)
+		}
+	}
+	return text
 }

@@ -95,8 +95,14 @@ func (c *compiler) service(s *dataplane.Service) (out compiled) {
 	}
 	for _, a := range s.ClusterIPs {
 		if c.family.Has(a) {
-			out.rows = append(out.rows, row{filterClusterIPs, rowKey(a, 0, 0), false, rule{
-				before: " -d " + addrText(a), comment: comment(s.Name.String() + noSuchPort), after: c.reject(), owner: s.Name}})
+			for _, p := range [...]snapshot.Protocol{snapshot.TCP, anyOther} {
+				before := " -d " + addrText(a)
+				if p == snapshot.TCP {
+					before += " -p tcp"
+				}
+				out.rows = append(out.rows, row{filterClusterIPs, rowKey(a, p, 0), false, rule{
+					before: before, comment: comment(s.Name.String() + noSuchPort), after: c.reject(p), owner: s.Name}})
+			}
 		}
 	}
 	if s.HealthCheckNodePort != 0 && first != "" {
@@ -107,6 +113,9 @@ func (c *compiler) service(s *dataplane.Service) (out compiled) {
 	}
 	return out
 }
+
+// anyOther stands behind all protocols in the order of rows.
+const anyOther snapshot.Protocol = 255
 
 // nodePortAddrs gives the addresses that a Service's node ports answer at, one mention for each port.
 func nodePortAddrs(f ipfamily.Family, s *dataplane.Service) (addrs []netip.Addr) {
@@ -123,9 +132,13 @@ func nodePortAddrs(f ipfamily.Family, s *dataplane.Service) (addrs []netip.Addr)
 	return addrs
 }
 
-// reject tells the sender that nobody is there.
-func (c *compiler) reject() string {
-	if c.family == ipfamily.IPv4 {
+// reject tells the sender that nobody is there. Of ICMP errors the kernel sends one a second to each destination, so
+// that most clients of TCP would hang.
+func (c *compiler) reject(p snapshot.Protocol) string {
+	switch {
+	case p == snapshot.TCP:
+		return " -j REJECT --reject-with tcp-reset"
+	case c.family == ipfamily.IPv4:
 		return " -j REJECT --reject-with icmp-port-unreachable"
 	}
 	return " -j REJECT --reject-with icmp6-port-unreachable"
@@ -205,7 +218,7 @@ func (c *portCompiler) verdict(p *dataplane.Pool) (text, target string) {
 	case dataplane.Pass:
 		return c.name + " passes without local endpoints", " -j RETURN"
 	}
-	return c.name + " has no endpoints", c.reject()
+	return c.name + " has no endpoints", c.reject(c.sp.Name.Protocol)
 }
 
 // internal writes the rows of cluster IPs, and gives the rules that masquerade, by the pool before which they stand.

@@ -17,7 +17,7 @@ var update = flag.Bool("update", false, "write the goldens anew")
 
 // TestGoldens renders the examples, and has both variants' programs check the text without writing it.
 func TestGoldens(t *testing.T) {
-	snap, problems, err := watch.Load("../../examples/cluster.yaml", "node-1")
+	snap, problems, err := watch.Load(t.Context(), "../../examples/cluster.yaml", "node-1")
 	labtest.Check(t, err)
 	if problems != nil {
 		t.Fatal(problems)

@@ -120,7 +120,7 @@ oomScoreAdj: 0
 // verdictModel plans what Verdict makes of a dump, with the same configuration.
 func verdictModel(t *testing.T, file string) *Model {
 	t.Helper()
-	snap, problems, err := watch.Load(file, "node-1")
+	snap, problems, err := watch.Load(t.Context(), file, "node-1")
 	labtest.Check(t, err)
 	for _, p := range problems {
 		t.Error(p)

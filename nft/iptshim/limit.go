@@ -7,20 +7,28 @@ import (
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 )
 
-// MaxRules is how many rules one Service may have in a family. Each change of any Service goes through all rules, with
-// the legacy variant, and the nft variant's time for the chains of one Service grows by the square:
-// docs/decisions/0012-iptables.md has figures.
-const MaxRules = 1 << 15
+// MaxRules is how many rules one Service may have in a family, and MaxPortRules one of its ports. Each change of any
+// Service goes through all rules, with the legacy variant, and the nft variant's time for one chain grows by the square
+// of its rules: docs/decisions/0012-iptables.md has figures.
+const (
+	MaxRules     = 1 << 16
+	MaxPortRules = 1 << 15
+)
 
 // TooManyRules is why a Service is not written.
 type TooManyRules struct {
 	Family ipfamily.Family
-	// Rules is about how many there would be.
-	Rules int
+	// Rules is about how many there would be, and Most how many there may be.
+	Rules, Most int
 }
 
 func (e *TooManyRules) Error() string {
-	return fmt.Sprintf("the Service would have about %d rules of iptables in %v: %d at most", e.Rules, e.Family, MaxRules)
+	of := "the Service"
+	if e.Most == MaxPortRules {
+		of = "a port of the Service"
+	}
+	return fmt.Sprintf("%s would have about %d rules of iptables in %v: %d at most; divide it into several Services, "+
+		"or run nodes with nftables", of, e.Rules, e.Family, e.Most)
 }
 
 // OnlyOfService says that the text tells of nothing but what the Service asks for: its author may read it.
@@ -34,12 +42,15 @@ func Check(s *dataplane.Service) error {
 	var rules ipfamily.Per[int]
 	for _, sp := range s.Ports {
 		if len(sp.Frontends) > 0 {
-			rules[ipfamily.Of(sp.Frontends[0].Key.Addr)] += estimate(sp)
+			f, n := ipfamily.Of(sp.Frontends[0].Key.Addr), estimate(sp)
+			if rules[f] += n; n > MaxPortRules {
+				return &TooManyRules{f, n, MaxPortRules}
+			}
 		}
 	}
 	for _, f := range ipfamily.All {
 		if rules[f] > MaxRules {
-			return &TooManyRules{Family: f, Rules: rules[f]}
+			return &TooManyRules{f, rules[f], MaxRules}
 		}
 	}
 	return nil

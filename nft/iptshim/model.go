@@ -50,7 +50,7 @@ func (o *Options) mark() uint32 {
 // manyEndpoints is from how many on the chains of service ports have no comments.
 const manyEndpoints = 1000
 
-// Model is what the kernel holds, as far as all that was planned has been written. A new one takes it that the kernel
+// Model mirrors the kernel's rules after everything that was planned. A new one takes it that the kernel
 // holds nothing: if it may hold something, Adopt comes before the first Plan. It is not safe for concurrent use.
 type Model struct {
 	options  Options

@@ -105,3 +105,7 @@ func podsMatch(p dataplane.Pods, not bool) (match string, none bool) {
 }
 
 const fromNode = " -m addrtype --src-type LOCAL"
+
+// toNoEndpoint matches what was not translated, and is not addressed to this node: its own address may be in a range of
+// Services, as may an endpoint's.
+const toNoEndpoint = " -m conntrack ! --ctstate DNAT -m addrtype ! --dst-type LOCAL"

@@ -46,6 +46,8 @@ type structure struct {
 	// loopback says that IPv4 node ports answer at 127.0.0.1, for which the host routes its loopback range.
 	loopback bool
 	cidrs    []netip.Prefix
+	// shared are the parts of cidrs that others use, too.
+	shared []netip.Prefix
 }
 
 func structureOf(s *dataplane.State, f ipfamily.Family) structure {
@@ -53,11 +55,9 @@ func structureOf(s *dataplane.State, f ipfamily.Family) structure {
 	if f == ipfamily.IPv6 {
 		out.pods = s.Pods6
 	}
-	for _, p := range s.ServiceCIDRs {
-		if f.Has(p.Addr()) {
-			out.cidrs = append(out.cidrs, p)
-		}
-	}
+	other := func(p netip.Prefix) bool { return !f.Has(p.Addr()) }
+	out.cidrs = slices.DeleteFunc(slices.Clone(s.ServiceCIDRs), other)
+	out.shared = slices.DeleteFunc(slices.Clone(s.SharedRanges), other)
 	return out
 }
 
@@ -113,17 +113,22 @@ func (s structure) tails(nodePorts map[netip.Addr]int, outside bool) (tails [num
 	// INPUT and FORWARD lead there; but a process on this node may send to an address that is elsewhere.
 	tails[filterServices] = []rule{{comment: "kubernetes externally-visible service portals, from this node",
 		after: fromNode + " -j " + externalChain}}
-	const unserved = "kubernetes cluster IPs, sent to no endpoint"
+	for _, p := range s.shared {
+		tails[filterServices] = append(tails[filterServices], rule{before: " -d " + prefixText(p),
+			comment: "others use these addresses, too", after: " -j RETURN"})
+	}
+	unserved := rule{comment: "kubernetes cluster IPs, sent to no endpoint",
+		after: toNoEndpoint + " -j " + clusterIPsChain}
 	if outside {
-		tails[filterServices] = append(tails[filterServices],
-			rule{comment: unserved, after: " -m conntrack ! --ctstate DNAT -j " + clusterIPsChain})
+		tails[filterServices] = append(tails[filterServices], unserved)
 	}
 	// An external address may lie in a ServiceCIDR.
 	tails[filterClusterIPs] = []rule{{after: " -j " + externalChain}}
 	for _, p := range s.cidrs {
 		if !outside {
-			tails[filterServices] = append(tails[filterServices], rule{before: " -d " + prefixText(p), comment: unserved,
-				after: " -j " + clusterIPsChain})
+			of := unserved
+			of.before = " -d " + prefixText(p)
+			tails[filterServices] = append(tails[filterServices], of)
 		}
 		tails[filterClusterIPs] = append(tails[filterClusterIPs], rule{before: " -d " + prefixText(p),
 			comment: "no Service has this cluster IP", after: " -j DROP"})

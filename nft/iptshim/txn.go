@@ -142,6 +142,7 @@ func (w *textWriter) table(t *familyTxn, table Table) {
 			last = append(last, c)
 		}
 	}
+	slices.SortStableFunc(alone, func(a, b chain) int { return cmp.Compare(rank(table, b.name), rank(table, a.name)) })
 	w.block(t, table, first, nil, nil)
 	w.steps(t, table, alone)
 	w.steps(t, table, t.branches(table))
@@ -157,12 +158,11 @@ func (w *textWriter) table(t *familyTxn, table Table) {
 	}
 }
 
-// steps writes chains in blocks, those of one Service in the same.
+// steps writes chains in blocks: each chain after those that its rules lead to.
 func (w *textWriter) steps(t *familyTxn, table Table, chains []chain) {
 	for len(chains) > 0 {
 		n, lines := 0, 0
-		for n < len(chains) && (n == 0 || lines < t.step ||
-			chains[n].owner == chains[n-1].owner && chains[n].owner != (snapshot.Name{})) {
+		for n < len(chains) && lines < t.step {
 			lines += 1 + len(chains[n].rules)
 			n++
 		}
@@ -243,17 +243,19 @@ func (t *familyTxn) dropsFrom(table Table) (out []string) {
 			out = append(out, d.chain)
 		}
 	}
-	rank := func(name string) int {
-		if !commentsRedundant(table, name) {
-			return 0
-		}
-		return 1 + slices.IndexFunc([]string{fwPrefix, extPrefix, svcPrefix, svlPrefix, sepPrefix},
-			func(p string) bool { return strings.HasPrefix(name, p) })
-	}
 	slices.SortFunc(out, func(a, b string) int {
-		return cmp.Or(cmp.Compare(rank(a), rank(b)), strings.Compare(a, b))
+		return cmp.Or(cmp.Compare(rank(table, a), rank(table, b)), strings.Compare(a, b))
 	})
 	return out
+}
+
+// rank is greater for chains that the rules of others lead to: 0 for branches of trees, then those of service ports.
+func rank(table Table, name string) int {
+	if !commentsRedundant(table, name) {
+		return 0
+	}
+	return 1 + slices.IndexFunc([]string{fwPrefix, extPrefix, svcPrefix, svlPrefix, sepPrefix},
+		func(p string) bool { return strings.HasPrefix(name, p) })
 }
 
 // Full gives all of the text for a kernel that holds nothing of ours, as render prints it.

@@ -307,7 +307,7 @@ func (w *tracer) matchesRule(c *conditions, t *packetState) bool {
 		(c.in == "" || sameInterface(c.in, in) != c.notIn) &&
 		(c.protocol == "" || c.protocol == t.Protocol.String()) &&
 		(!c.hasPorts || c.low <= t.Port && t.Port <= c.high) &&
-		(!c.fromNode || w.isLocal(t.Source)) && (!c.toNode || w.isLocal(t.Destination)) &&
+		(!c.fromNode || w.isLocal(t.Source)) && (!c.toNode || w.isLocal(t.Destination) != c.notToNode) &&
 		(len(c.states) == 0 || slices.Contains(c.states, "NEW") != c.notState) &&
 		(!c.hasMark || (t.mark&c.ifMask == c.ifMark) != c.notMark)
 	if !ok {
@@ -342,7 +342,8 @@ type conditions struct {
 	protocol                  string
 	hasPorts                  bool
 	low, high                 uint16
-	fromNode, toNode          bool
+	fromNode                  bool
+	toNode, notToNode         bool
 	states                    []string
 	notState                  bool
 	hasMark, notMark          bool
@@ -400,9 +401,10 @@ func (c *conditions) word(word, next string, not bool) (used int, err error) {
 		c.hasPorts = true
 		c.low, c.high, err = readPorts(next)
 	case "--src-type", "--dst-type":
-		if next != "LOCAL" || not {
+		if next != "LOCAL" || not && word == "--src-type" {
 			return 0, errUnknown
 		}
+		c.notToNode = c.notToNode || not
 		c.fromNode, c.toNode = c.fromNode || word == "--src-type", c.toNode || word == "--dst-type"
 	case "--ctstate":
 		c.states, c.notState = strings.Split(next, ","), not

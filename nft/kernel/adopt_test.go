@@ -151,7 +151,7 @@ func TestForeignHands(t *testing.T) {
 		{"delete element ip verdict endpoints { " + key(nft.Endpoints) +
 			" }; add element ip verdict endpoints { " + key(nft.Endpoints) +
 			" : 192.0.2.66 . 666 }", "is now { ", false},
-		{"add element ip verdict cluster-ips { 192.0.2.99 }", "cluster-ips has ", false},
+		{"add element ip verdict addresses { 192.0.2.99 : 0:1 }", "addresses has ", false},
 		{"flush set ip verdict service-cidrs", "service-cidrs has 0 elements", false},
 		{"delete element ip verdict service-cidrs { 10.96.0.0/16 }; add element ip verdict service-cidrs { 10.98.0.0/16 }",
 			"10.96.0.0/16 } is gone", false},
@@ -214,7 +214,15 @@ func TestOwnership(t *testing.T) {
 	s.planner.Apply(s.snap, snapshot.Change{})
 	s.backend = open(t, h, Options{Own: true, Socket: socket})
 	owning(t, s.backend)
+	owned := func(b *Backend, want bool, when string) {
+		t.Helper()
+		if b.Owned() != want {
+			t.Errorf("%s: owned: %v", when, !want)
+		}
+	}
+	owned(s.backend, false, "before the first transaction")
 	s.apply(dataplane.Change{})
+	owned(s.backend, true, "after the first transaction")
 	full := s.list()
 	mustStay := func() {
 		t.Helper()
@@ -233,14 +241,17 @@ func TestOwnership(t *testing.T) {
 	mustStay()
 	quiet(t, s.backend)
 	other := open(t, h, Options{Own: true})
-	var owned *Owned
-	if _, err := other.ApplyAll(s.planner.State(), dataplane.Change{}); !errors.As(err, &owned) || owned.Port == 0 {
+	var theirs *Owned
+	if _, err := other.ApplyAll(s.planner.State(), dataplane.Change{}); !errors.As(err, &theirs) || theirs.Port == 0 {
 		t.Fatalf("another backend got %v", err)
 	}
-	if err := other.Remove(); !errors.As(err, &owned) {
+	owned(other, false, "with tables of another backend")
+	if err := other.Remove(); !errors.As(err, &theirs) {
 		t.Fatalf("another backend removed them: %v", err)
 	}
 	labtest.Check(t, other.Probe())
+
+	owned(s.backend, true, "with an attempt of another backend")
 
 	// The backend goes; the socket is held.
 	labtest.Check(t, s.backend.Close())
@@ -266,7 +277,9 @@ func TestOwnership(t *testing.T) {
 	full = s.list()
 	mustStay()
 	quiet(t, s.backend)
+	owned(s.backend, true, "after a repair")
 	labtest.Check(t, s.backend.Remove())
+	owned(s.backend, false, "after the removal")
 	if got := s.list(); got != "" {
 		t.Fatalf("left behind:\n%s", got)
 	}
@@ -482,7 +495,7 @@ func TestFullSets(t *testing.T) {
 	s := newSite(t, 4, Options{})
 	var fill strings.Builder
 	for i := range 1020 {
-		fmt.Fprintf(&fill, "add element ip verdict cluster-ips { 192.168.%d.%d }\n", i>>8, i&255)
+		fmt.Fprintf(&fill, "add element ip verdict addresses { 192.168.%d.%d : 0:1 }\n", i>>8, i&255)
 	}
 	labtest.Run(t, s.host, fill.String(), "nft", "-f", "-")
 	var more snapshot.Delta

@@ -77,6 +77,8 @@ type Backend struct {
 	sweep        affinitySweep
 	affinityFill affinityFill
 	inspection   inspection
+	// owned is what Owned returns.
+	owned atomic.Bool
 	// fill is what Fill returns.
 	fill atomic.Pointer[ipfamily.Per[nft.Fill]]
 }
@@ -135,6 +137,13 @@ func (b *Backend) openReader() (*Conn, error) { return b.dial(int(b.netns.Fd()))
 
 // Owns says whether only this Backend can write the tables while it holds its socket.
 func (b *Backend) Owns() bool { return b.owns }
+
+// Owned says whether this Backend's socket owned both tables when it last looked, in a transaction or a Check. It may
+// be called at any time.
+func (b *Backend) Owned() bool { return b.owned.Load() }
+
+// noteOwner is called whenever the tables were read. Somebody else's tables are an error before that.
+func (b *Backend) noteOwner() { b.owned.Store(b.tables[0].owner != 0 && b.tables[1].owner != 0) }
 
 // Close closes the sockets. The tables stay.
 func (b *Backend) Close() error {
@@ -204,6 +213,7 @@ func (b *Backend) Apply(want *dataplane.State, change dataplane.Change) (datapla
 				b.generation = 0 // the next Check begins an inspection
 			}
 			b.filling = (b.filling || txn.Tables[0].Create != nil) && len(txn.Left.Services) > 0
+			r.Repaired = !txn.Empty() && (b.syncState == stateStale || b.syncState == stateUnfixable)
 			b.syncState, b.pending = stateInSync, txn.Left
 			r.Left, r.Counted = txn.Left.Services, b.model.Counting().String()
 			fill := b.model.Fill()
@@ -599,6 +609,7 @@ func (b *Backend) rememberTables() {
 			b.tables[i] = info
 		}
 	}
+	b.noteOwner()
 }
 
 // Replay sends a batch that another Backend made: see Conn.Replay.
@@ -617,6 +628,7 @@ func (b *Backend) Remove() error {
 	b.sweep, b.inspection, b.maxElements = affinitySweep{}, inspection{}, 0
 	b.fill.Store(nil)
 	b.tables = ipfamily.Per[tableInfo]{}
+	b.noteOwner()
 	there := false
 	for _, f := range ipfamily.All {
 		info, err := b.reader.table(f)

@@ -123,59 +123,58 @@ func (c *Counters) Frontends(at []dataplane.Counted, do func(dataplane.FrontendC
 		return err
 	}
 	for _, f := range ipfamily.All {
-		found, err := c.frontends(f, at)
-		if err != nil {
-			return err
-		}
-		var ids []nft.Element
-		pools := map[uint32]nft.Element{}
-		for i := range found {
-			id := found[i].PoolID()
-			if _, asked := pools[id]; !asked {
-				pools[id] = nft.Element{}
-				ids = append(ids, nft.PoolKey(id))
+		keys := map[nft.SetID][]nft.Element{}
+		for _, a := range at {
+			if a.Key.Addr.Is4() == (f == ipfamily.IPv4) {
+				for _, key := range nft.FrontendKeys(a) {
+					keys[key.Set] = append(keys[key.Set], key)
+				}
 			}
 		}
-		if err := c.get(f, ids, func(l nft.Listed) { pools[l.ID()] = l.Element }); err != nil {
-			return err
-		}
-		for i := range found {
-			count(&found[i], pools, do)
+		pools, indirect, there := map[uint32]nft.Element{}, map[string]bool{}, map[string]bool{}
+		for _, set := range nft.FrontendSets() { // Services first
+			here := keys[set]
+			switch {
+			case set.IsUncounted(): // what is not counted is looked for last
+				here = slices.DeleteFunc(here, func(e nft.Element) bool { return there[string(e.Key())] })
+			default:
+				clear(there)
+			}
+			if set == nft.InsideServices || set == nft.UncountedInsideServices {
+				here = slices.DeleteFunc(here, func(e nft.Element) bool { return !indirect[string(e.Key())] })
+			}
+			found, err := c.frontends(f, here, pools)
+			if err != nil {
+				return err
+			}
+			for i := range found {
+				there[string(found[i].Key())] = true
+				if pool := pools[found[i].PoolID()]; pool.IsIndirect() {
+					indirect[string(found[i].Key())] = true
+				}
+				count(&found[i], pools, do)
+			}
 		}
 	}
 	return nil
 }
 
-// frontends reads the elements of some frontends, of one family. What is not counted is looked for last.
-func (c *Counters) frontends(f ipfamily.Family, at []dataplane.Counted) (found []nft.Listed, err error) {
-	var keys [2][2][]nft.Element // counted or not, inside or outside
-	for _, a := range at {
-		if a.Key.Addr.Is4() != (f == ipfamily.IPv4) {
-			continue
-		}
-		side := 0
-		if a.Outside {
-			side = 1
-		}
-		for n, key := range nft.FrontendKeys(a) {
-			keys[n][side] = append(keys[n][side], key)
+// frontends reads some elements of a map of frontends, and those of their pools that were not read before.
+func (c *Counters) frontends(f ipfamily.Family, keys []nft.Element, pools map[uint32]nft.Element) (
+	found []nft.Listed, err error,
+) {
+	if err := c.get(f, keys, func(l nft.Listed) { found = append(found, l) }); err != nil {
+		return nil, err
+	}
+	var ids []nft.Element
+	for i := range found {
+		id := found[i].PoolID()
+		if _, asked := pools[id]; !asked {
+			pools[id] = nft.Element{}
+			ids = append(ids, nft.PoolKey(id))
 		}
 	}
-	for side := range keys[0] {
-		there := map[string]bool{}
-		err := c.get(f, keys[0][side], func(l nft.Listed) {
-			there[string(l.Key())] = true
-			found = append(found, l)
-		})
-		if err != nil {
-			return nil, err
-		}
-		rest := slices.DeleteFunc(keys[1][side], func(e nft.Element) bool { return there[string(e.Key())] })
-		if err := c.get(f, rest, func(l nft.Listed) { found = append(found, l) }); err != nil {
-			return nil, err
-		}
-	}
-	return found, nil
+	return found, c.get(f, ids, func(l nft.Listed) { pools[l.ID()] = l.Element })
 }
 
 // Endpoints reads the counts of the endpoints of some frontends, as they were read before; of those that share a pool
@@ -219,10 +218,6 @@ func (c *Counters) Endpoints(of []dataplane.FrontendCount, members func(dataplan
 	return nil
 }
 
-// refusing are the chains whose rules turn packets away that no frontend counts as refused.
-var refusing = [...]nft.ChainKind{nft.Restrict, nft.Frontends, nft.LoadBalancers, nft.FirstEndpoint,
-	nft.UncountedFirstEndpoint}
-
 // Refused reads how many packets rules have rejected or dropped. Packets to frontends without endpoints are counted at
 // the frontends.
 func (c *Counters) Refused() ([]dataplane.RefusedCount, error) {
@@ -231,7 +226,7 @@ func (c *Counters) Refused() ([]dataplane.RefusedCount, error) {
 	}
 	var packets ipfamily.Per[[dataplane.NumRefusals]uint64]
 	for i, f := range ipfamily.All {
-		for _, kind := range refusing {
+		for _, kind := range nft.Refusing() {
 			err := c.conn.query(rulesRequest(f, nft.ChainID{Kind: kind}.Name()), func(attrs []byte) {
 				if refusal, n, ok := refusedBy(kind, attrs); ok {
 					packets[i][refusal] += n

@@ -40,8 +40,8 @@ func (c *Conn) heldRules(f ipfamily.Family) (*heldRules, error) {
 }
 
 // structure reads from the rules what they were made for. It is only as good as the rules: whoever uses it compares
-// them with those that it gives.
-func (h *heldRules) structure(f ipfamily.Family) (s nft.Structure) {
+// them with those that it gives. What the rules may not tell, since their chain comes and goes, the settings do.
+func (h *heldRules) structure(f ipfamily.Family, settings []nft.Listed) (s nft.Structure) {
 	s.GuardLoopback = slices.Contains(h.chains, nft.ChainID{Kind: nft.GuardLoopback}.Name())
 	s.Evidence = slices.Contains(h.chains, nft.ChainID{Kind: nft.UnansweredChain}.Name())
 	for _, rules := range h.rules {
@@ -53,23 +53,22 @@ func (h *heldRules) structure(f ipfamily.Family) (s nft.Structure) {
 			}
 		}
 	}
-	for _, rule := range h.rules[nft.ChainID{Kind: nft.Prerouting}.Name()] {
+	if len(h.rules[nft.ChainID{Kind: nft.Input}.Name()]) < 2 { // nobody is remembered there
+		s.Uses &^= nft.Uses(0).With(nft.Remember)
+	}
+	for _, rule := range h.rules[nft.ChainID{Kind: nft.Split}.Name()] {
 		if looksUp(rule, nft.OutsideServices) {
 			s.Pods = decodePods(f, expressions(rule))
 		}
 	}
-	for _, rule := range h.rules[nft.ChainID{Kind: nft.LoadBalancers}.Name()] {
+	for _, rule := range h.rules[nft.ChainID{Kind: nft.ClusterIP}.Name()] {
 		s.Ping = cmp.Or(s.Ping, decodePing(rule))
 	}
-	for _, rule := range h.rules[nft.ChainID{Kind: nft.Frontends}.Name()] {
-		s.Ping = cmp.Or(s.Ping, decodePing(rule))
+	for _, rule := range h.rules[nft.ChainID{Kind: nft.FromClusterIP}.Name()] {
+		s.MasqueradeAll = s.MasqueradeAll || len(expressions(rule)) == 1 // without a condition
 	}
-	for _, rule := range h.rules[nft.ChainID{Kind: nft.TranslatedChain}.Name()] {
-		list := expressions(rule)
-		if looksUp(rule, nft.ClusterIPs) && len(list) > 0 && expressionName(list[0]) == "ct" {
-			s.MasqueradeAll = true
-		}
-	}
+	config := dataplane.ConfigOf(nft.SettingsOf(settings))
+	s.PodsFirst = config.AsKubeProxy && s.Pods.CIDR.IsValid()
 	return s
 }
 

@@ -79,6 +79,21 @@ func checkPing(t *testing.T, c *lab.Cluster, s flowService, f ipfamily.Family, o
 	}
 }
 
+// TestOthersTranslate lets another program translate an address that is no Service's to a pod, as for hostPort: the
+// pod sees who has sent it, although clients from outside would be masqueraded at a cluster IP.
+func TestOthersTranslate(t *testing.T) {
+	c, _, _, _ := one(t, both, asIs)
+	pod := c.Pods[0]
+	to := netip.AddrPortFrom(pod.IP(ipfamily.IPv4), targetPort)
+	labtest.Run(t, c.Node, "table ip hostport {\n chain p { type nat hook prerouting priority -90;\n"+
+		"tcp dport 9999 dnat to "+to.String()+"\n }\n }\n", "nft", "-f", "-")
+	at := netip.AddrPortFrom(netip.MustParseAddr("203.0.113.99"), 9999)
+	r := dialAsExpected(c.Outside, snapshot.TCP, at, lab.Answered)
+	if r.Outcome != lab.Answered || r.Source.Addr() != c.Outside.IP(ipfamily.IPv4) {
+		t.Errorf("from outside: %v; want an answer to its own address", r)
+	}
+}
+
 // TestUnusedBalancerPort: ports of load balancer addresses that no Service has are refused from outside, and nowhere
 // else. If this node's own address is among them, none is.
 func TestUnusedBalancerPort(t *testing.T) {

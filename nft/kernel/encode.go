@@ -364,7 +364,7 @@ func (b *batch) element(f ipfamily.Family, e *nft.Element, whole bool) {
 	switch e.Set {
 	case nft.SourceRanges:
 		b.value(nftaSetElemKeyEnd, e.KeyEnd(f))
-	case nft.ServiceCIDRs:
+	case nft.ServiceCIDRs, nft.SharedRanges:
 		b.Close(start)
 		b.rangeEnd(f, e)
 		return
@@ -486,7 +486,7 @@ func (b *batch) elementAt(n *message, offset int) int {
 		index++
 		at += netlink.AttrLen + (len(v)+3)&^3
 	}
-	if n.elements[0].Set == nft.ServiceCIDRs && index > 0 {
+	if n.elements[0].Set.IsTree() && index > 0 {
 		index /= 2
 	}
 	return min(index, len(n.elements)-1)

@@ -3,6 +3,7 @@ package kernel
 import (
 	"errors"
 	"net/netip"
+	"slices"
 	"strings"
 	"sync"
 	"testing"
@@ -14,6 +15,7 @@ import (
 	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/internal/lab"
 	"github.com/verdict-proxy/verdict/internal/lab/labtest"
+	"github.com/verdict-proxy/verdict/nft"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
@@ -92,7 +94,9 @@ func (l *evidenceLab) read(t *testing.T) map[netip.AddrPort]dataplane.Evidence {
 	list, err := l.reader.Read()
 	labtest.Check(t, err)
 	out := map[netip.AddrPort]dataplane.Evidence{}
-	for _, e := range list {
+	for _, e := range list { // of all frontends
+		was := out[e.Endpoint]
+		e.Unanswered, e.Refused = e.Unanswered+was.Unanswered, e.Refused+was.Refused
 		out[e.Endpoint] = e
 	}
 	return out
@@ -144,7 +148,7 @@ func TestUnanswered(t *testing.T) {
 		t.Errorf("evidence of healthy endpoints: %v", got)
 	}
 	for _, n := range labtest.Nfts(t) {
-		if text := n.List(t, l.Node); !strings.Contains(text, "update @unanswered { ip6 daddr . meta l4proto . ") {
+		if text := n.List(t, l.Node); !strings.Contains(text, "update @unanswered-by { ct original ip6 daddr . ") {
 			t.Errorf("%s lists no chain unanswered:\n%s", n.Path, text)
 		}
 	}
@@ -216,7 +220,7 @@ func TestRunningConnectionReset(t *testing.T) {
 	}
 }
 
-// TestRefusedRetry: of four endpoints one refuses. Each client is answered, by its next packet.
+// TestRefusedRetry: of four endpoints one refuses. Clients are answered, by one of their next packets.
 func TestRefusedRetry(t *testing.T) {
 	for name, refuser := range map[string]func(*evidenceLab) *lab.Host{
 		"remote pod":     func(l *evidenceLab) *lab.Host { return l.RemotePods[1] },
@@ -236,7 +240,9 @@ func TestRefusedRetry(t *testing.T) {
 				for _, from := range []*lab.Host{l.RemotePods[2], l.Node} {
 					for range 12 {
 						wg.Go(func() {
-							if r := from.Dial(snapshot.TCP, to, lab.Options{Timeout: 40 * time.Second}); r.Outcome != lab.Answered {
+							r := from.Dial(snapshot.TCP, to, lab.Options{Timeout: 40 * time.Second})
+							// The same endpoint may be chosen each time.
+							if again := r.Outcome == lab.Refused && r.Latency > 3900*time.Millisecond; r.Outcome != lab.Answered && !again {
 								t.Errorf("%s to %v: %v", from.Name, to, r)
 							}
 						})
@@ -259,6 +265,172 @@ func TestRefusedRetry(t *testing.T) {
 			}
 		})
 	}
+}
+
+// TestRefusedByAll: a client that every endpoint refuses, as by a policy, is told so after its fourth retry.
+func TestRefusedByAll(t *testing.T) {
+	l := newEvidenceLab(t, endpointState{"none", nil, nil})
+	st := l.state(l.RemotePods[1], l.RemotePods[2])
+	retry(st, true)
+	apply(t, l.backend, st)
+	var wg sync.WaitGroup
+	for _, f := range ipfamily.All {
+		for _, from := range []*lab.Host{l.Pods[2], l.Outside, l.Node} {
+			to := l.service.frontendOf(l.Cluster, dataplane.LoadBalancerIP, f)
+			for range 12 {
+				wg.Go(func() {
+					r := from.Dial(snapshot.TCP, to, lab.Options{Timeout: time.Minute})
+					if !errors.Is(r.Err, unix.ECONNREFUSED) || r.Latency < 3900*time.Millisecond {
+						t.Errorf("%s: %v after %v; want refused after four retries", from.Name, r, r.Latency)
+					}
+				})
+			}
+		}
+	}
+	wg.Wait()
+	labtest.Check(t, l.reader.each(func(e *nft.Listed) {
+		if from := e.Sender(); e.Set == nft.Retried && !slices.Contains(l.addrs(), from.Addr()) {
+			t.Errorf("%v is no client", from)
+		}
+	}, nft.Retried))
+}
+
+// addrs returns the addresses of all clients.
+func (l *evidenceLab) addrs() (list []netip.Addr) {
+	for _, h := range []*lab.Host{l.Pods[2], l.Outside, l.Node} {
+		for _, f := range ipfamily.All {
+			list = append(list, h.IP(f))
+		}
+	}
+	return list
+}
+
+// TestRefusalsUnderLoad: 300 clients, 100 a second, are all refused at once, where ICMP errors would reach some dozen
+// of them. It is no evidence against anybody.
+func TestRefusalsUnderLoad(t *testing.T) {
+	l := newEvidenceLab(t, endpointState{"none", nil, nil})
+	apply(t, l.backend, l.state())
+	// Hosts of the lab send as many errors as they like; these are the kernel's defaults.
+	labtest.Check(t, l.Node.Sysctl("net/ipv4/icmp_ratemask", "6168"))
+	labtest.Check(t, l.Node.Sysctl("net/ipv6/icmp/ratelimit", "1000"))
+	for _, f := range ipfamily.All {
+		for _, from := range []*lab.Host{l.Pods[2], l.Outside, l.Node} {
+			at := l.service.frontendOf(l.Cluster, dataplane.ClusterIP, f)
+			if from == l.Outside {
+				at = l.service.frontendOf(l.Cluster, dataplane.NodePort, f)
+			}
+			for _, to := range []netip.AddrPort{at, netip.AddrPortFrom(
+				l.service.frontendOf(l.Cluster, dataplane.ClusterIP, f).Addr(), 9)} {
+				var wg sync.WaitGroup
+				for range 300 {
+					wg.Go(func() {
+						r := from.Dial(snapshot.TCP, to, lab.Options{Timeout: 5 * time.Second})
+						if !errors.Is(r.Err, unix.ECONNREFUSED) || r.Latency > 900*time.Millisecond {
+							t.Errorf("%s to %v: %v after %v", from.Name, to, r, r.Latency)
+						}
+					})
+					time.Sleep(10 * time.Millisecond)
+				}
+				wg.Wait()
+			}
+		}
+	}
+	if got := l.read(t); len(got) > 0 {
+		t.Errorf("refusals without an endpoint are evidence: %v", got)
+	}
+}
+
+// TestAnswers: who accepts a connection is known with the time of the last one; who refuses or does not answer is not.
+func TestAnswers(t *testing.T) {
+	l := newEvidenceLab(t, endpointState{"both", []condition{ready}, []condition{ready}})
+	apply(t, l.backend, l.state(l.RemotePods[1]))
+	var wg sync.WaitGroup
+	for _, f := range ipfamily.All {
+		for _, from := range []*lab.Host{l.Pods[2], l.Outside, l.Node} {
+			for range 12 {
+				wg.Go(func() {
+					from.Dial(snapshot.TCP, l.service.frontendOf(l.Cluster, dataplane.LoadBalancerIP, f),
+						lab.Options{Timeout: time.Minute})
+				})
+			}
+		}
+	}
+	wg.Wait()
+	time.Sleep(100 * time.Millisecond)
+	list, err := l.reader.Answers()
+	labtest.Check(t, err)
+	got := map[netip.AddrPort]time.Duration{}
+	for _, a := range list {
+		got[a.Endpoint] = a.Ago
+	}
+	for _, f := range ipfamily.All {
+		for _, h := range []*lab.Host{l.Pods[0], l.RemotePods[0]} {
+			ago, ok := got[at(h, f)]
+			if delete(got, at(h, f)); !ok || ago < 50*time.Millisecond || ago > time.Minute {
+				t.Errorf("%v answered %v ago", at(h, f), ago)
+			}
+		}
+	}
+	if len(got) > 0 {
+		t.Errorf("answers of others: %v", got)
+	}
+	accepted, err := l.reader.Accepted()
+	labtest.Check(t, err)
+	for _, p := range accepted {
+		if !slices.Contains(l.addrs(), p.Client) || p.Ago > time.Minute ||
+			!slices.ContainsFunc(list, func(a dataplane.Answer) bool { return a.Endpoint == p.Endpoint }) {
+			t.Errorf("accepted is %+v", p)
+		}
+	}
+	if len(accepted) < 10 {
+		t.Errorf("only %d pairs of clients and endpoints are known: %v", len(accepted), accepted)
+	}
+}
+
+// TestForsaken: who was accepted before is known when the endpoint refuses, or does not answer. Others are not.
+func TestForsaken(t *testing.T) {
+	l := newEvidenceLab(t, endpointState{"both", []condition{ready}, nil})
+	st := l.state()
+	retry(st, false)
+	apply(t, l.backend, st)
+	pod := l.Pods[0]
+	dial := func(from *lab.Host, f ipfamily.Family, want lab.Outcome) {
+		t.Helper()
+		to := l.service.frontendOf(l.Cluster, dataplane.ClusterIP, f)
+		if r := from.Dial(snapshot.TCP, to, lab.Options{Timeout: 1500 * time.Millisecond}); r.Outcome != want {
+			t.Errorf("%s: %v", from.Name, r)
+		}
+	}
+	check := func(want ...netip.Addr) {
+		t.Helper()
+		got, err := l.reader.Forsaken()
+		labtest.Check(t, err)
+		var clients []netip.Addr
+		for _, p := range got {
+			if clients = append(clients, p.Client); p.Endpoint != at(pod, ipfamily.Of(p.Client)) || p.Ago > 5*time.Second {
+				t.Errorf("%+v", p)
+			}
+		}
+		slices.SortFunc(want, netip.Addr.Compare)
+		slices.SortFunc(clients, netip.Addr.Compare)
+		if !slices.Equal(clients, want) {
+			t.Errorf("forsaken are %v, want %v", clients, want)
+		}
+	}
+	known, unknown := l.Pods[2], l.Pods[1]
+	dial(known, ipfamily.IPv4, lab.Answered)
+	dial(known, ipfamily.IPv6, lab.Answered)
+	labtest.Check(t, l.servers[pod].Close())
+	for _, from := range []*lab.Host{known, unknown} {
+		dial(from, ipfamily.IPv4, lab.Refused)
+	}
+	check(known.IP(ipfamily.IPv4))
+	const drop = "table inet dead {\n chain c { type filter hook prerouting priority -400; drop\n }\n }\n"
+	labtest.Run(t, pod, drop, labtest.Nfts(t)[0].Path, "-f", "-")
+	for _, from := range []*lab.Host{known, unknown} {
+		dial(from, ipfamily.IPv6, lab.TimedOut)
+	}
+	check(known.IP(ipfamily.IPv4), known.IP(ipfamily.IPv6))
 }
 
 // TestLostConnectionIsReset deletes the conntrack entry of an open connection whose Service has no endpoint any more,

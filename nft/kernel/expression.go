@@ -38,6 +38,9 @@ func words(f ipfamily.Family, fields []nft.Field) int { return nft.PaddedLen(f, 
 // ruleExprs gives the expressions of a rule, in the form nft itself gives them.
 func ruleExprs(f ipfamily.Family, r nft.Rule) []expr.Any {
 	var out []expr.Any
+	if _, ok := r[0].(nft.Reset); ok { // as nft itself does
+		out = plainExprs(f, nft.ProtocolIs{Protocol: snapshot.TCP})
+	}
 	for _, s := range r {
 		out = append(out, statementExprs(f, s)...)
 	}
@@ -58,6 +61,9 @@ func statementExprs(f ipfamily.Family, s nft.Statement) []expr.Any {
 	case nft.SetPriority:
 		return append(lookup(f, s.Key, s.Map),
 			&expr.Meta{Key: expr.MetaKeyPRIORITY, SourceRegister: true, Register: register(0)})
+	case nft.StripClass:
+		return append(loadPool(nft.PoolNumber, register(0)),
+			&expr.Meta{Key: expr.MetaKeyPRIORITY, SourceRegister: true, Register: register(0)})
 	case nft.ClearPriority:
 		return []expr.Any{&expr.Immediate{Register: register(0), Data: make([]byte, 4)},
 			&expr.Meta{Key: expr.MetaKeyPRIORITY, SourceRegister: true, Register: register(0)}}
@@ -66,6 +72,13 @@ func statementExprs(f ipfamily.Family, s nft.Statement) []expr.Any {
 		data := (words(f, s.Key.Fields) + 3) &^ 3
 		update := &expr.Dynset{SrcRegKey: register(0), SetName: s.Map.String(), Operation: unix.NFT_DYNSET_OP_UPDATE,
 			Timeout: s.Timeout}
+		if s.Once {
+			update.Operation = unix.NFT_DYNSET_OP_ADD
+		}
+		if s.Most > 0 {
+			update.Exprs = []expr.Any{&expr.Limit{Type: expr.LimitTypePkts, Rate: 1, Unit: expr.LimitTimeMinute,
+				Burst: uint32(s.Most)}}
+		}
 		if len(s.Data.Fields) > 0 {
 			update.SrcRegData = register(data)
 		}
@@ -92,7 +105,7 @@ func plainExprs(f ipfamily.Family, s nft.Statement) []expr.Any {
 		return matchBridged(s.Pods)
 	case nft.OffLoopback:
 		loopback := netip.PrefixFrom(netip.AddrFrom4([4]byte{127}), 8)
-		return append(interfaceIs("lo", false, true), inPrefix(f, s.Field, loopback, false)...)
+		return append(inPrefix(f, s.Field, loopback, false), interfaceIs("lo", false, true)...)
 	case nft.Translated:
 		return append(loadMasked(&expr.Ct{Key: expr.CtKeySTATUS, Register: register(0)}, native(uint32(nft.StatusDNAT))),
 			equal(true, native(0)))
@@ -198,12 +211,24 @@ func load(f ipfamily.Family, key nft.Concat, word int) []expr.Any {
 			out = append(out, loadBucket(f, key.Mod, word, nft.SourceAddr)...)
 		case nft.SourcePortBucket:
 			out = append(out, loadBucket(f, key.Mod, word, nft.SourceAddr, nft.SourcePort)...)
+		case nft.PoolNumber, nft.PoolClass:
+			out = append(out, loadPool(field, register(word))...)
 		default:
 			out = append(out, loadField(f, field, key.Mod, register(word)))
 		}
 		word += words(f, []nft.Field{field})
 	}
 	return out
+}
+
+// loadPool loads a part of a priority that came from Pools.
+func loadPool(field nft.Field, reg uint32) []expr.Any {
+	mask := uint32(nft.PoolMask)
+	if field == nft.PoolClass {
+		mask = ^mask
+	}
+	return []expr.Any{&expr.Meta{Key: expr.MetaKeyPRIORITY, Register: reg},
+		&expr.Bitwise{SourceRegister: reg, DestRegister: reg, Len: 4, Mask: native(mask), Xor: make([]byte, 4)}}
 }
 
 // loadBucket hashes fields of the sender, which it puts behind the rest of the key, where nft puts them.
@@ -229,14 +254,34 @@ func loadField(f ipfamily.Family, field nft.Field, mod uint32, reg uint32) expr.
 		return &expr.Numgen{Register: reg, Modulus: mod, Type: unix.NFT_NG_RANDOM}
 	case nft.Priority:
 		return &expr.Meta{Key: expr.MetaKeyPRIORITY, Register: reg}
-	case nft.OriginalDestAddr:
-		key := expr.CtKeyDSTIP
-		if f == ipfamily.IPv6 {
-			key = expr.CtKeyDSTIP6
-		}
-		return &expr.Ct{Key: key, Register: reg, Direction: expr.CtDirOriginal, OptDirection: true}
 	}
-	return &expr.Ct{Key: expr.CtKeyPROTODST, Register: reg, Direction: expr.CtDirOriginal, OptDirection: true}
+	return loadTuple(f, field, reg)
+}
+
+// loadTuple loads a field of the connection.
+func loadTuple(f ipfamily.Family, field nft.Field, reg uint32) expr.Any {
+	ct := &expr.Ct{Register: reg, Direction: expr.CtDirOriginal, OptDirection: true}
+	source, dest := expr.CtKeySRCIP, expr.CtKeyDSTIP
+	if f == ipfamily.IPv6 {
+		source, dest = expr.CtKeySRCIP6, expr.CtKeyDSTIP6
+	}
+	switch field {
+	case nft.OriginalSourceAddr:
+		ct.Key = source
+	case nft.OriginalDestAddr:
+		ct.Key = dest
+	case nft.OriginalSourcePort:
+		ct.Key = expr.CtKeyPROTOSRC
+	case nft.OriginalDestPort:
+		ct.Key = expr.CtKeyPROTODST
+	case nft.ReplySourceAddr:
+		ct.Key, ct.Direction = source, expr.CtDirReply
+	case nft.ReplySourcePort:
+		ct.Key, ct.Direction = expr.CtKeyPROTOSRC, expr.CtDirReply
+	default:
+		panic("kernel: a field that no rule loads")
+	}
+	return ct
 }
 
 // addrOffset is where an address stands in the IPv4 or IPv6 header.

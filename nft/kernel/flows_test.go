@@ -88,7 +88,7 @@ const (
 	nodePorts   = 30000
 )
 
-// object gives the Service object and its slices. Endpoints on this node are the first pods, on the other the first
+// delta returns the Service object and its slices. Endpoints on this node are the first pods, on the other the first
 // remote ones.
 func (s flowService) delta(c *lab.Cluster) snapshot.Delta {
 	svc := &snapshot.Service{

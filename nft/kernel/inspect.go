@@ -1,6 +1,8 @@
 package kernel
 
 import (
+	"bytes"
+	"cmp"
 	"context"
 	"fmt"
 	"net/netip"
@@ -10,7 +12,6 @@ import (
 	"github.com/verdict-proxy/verdict/nft"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 	"github.com/verdict-proxy/verdict/sync/reconcile"
-	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
 // Inspector answers from our tables.
@@ -56,26 +57,63 @@ func settingsOf(from tables) (*dataplane.Settings, error) {
 			return nil, err
 		}
 		s.Pods[n] = t.Structure.Pods
-		if t.There {
-			s.SecondChance = max(s.SecondChance, secondChance(&t.Structure))
+		health, err := healthIn(from, f)
+		if err != nil {
+			return nil, err
 		}
+		s.Unhealthy = append(s.Unhealthy, health...)
 		if f == ipfamily.IPv4 {
 			s.MasqueradeAll, s.LocalhostNodePorts = t.Structure.MasqueradeAll, t.Structure.GuardLoopback
 		}
 	}
-	return s, nil
+	return s, configIn(from, s)
 }
 
-// secondChance returns the setting that a table was written for. If it was SecondChanceOn, a TCP Service with two
-// endpoints is retried.
-func secondChance(s *nft.Structure) snapshot.SecondChance {
-	switch {
-	case !s.Evidence:
-		return snapshot.SecondChanceOff
-	case s.Uses.Has(nft.RetryServices):
-		return snapshot.SecondChanceOn
+// configIn reads the settings in force. Both tables have them.
+func configIn(from tables, s *dataplane.Settings) error {
+	for _, f := range ipfamily.All {
+		listed, _, err := from.List(f, nft.SettingsSet)
+		if err != nil {
+			return err
+		}
+		if lines := nft.SettingsOf(listed); lines != nil {
+			c := dataplane.ConfigOf(lines)
+			s.Config = &c
+			return nil
+		}
 	}
-	return snapshot.SecondChanceObserve
+	return nil
+}
+
+// healthIn reads which endpoints a table calls unhealthy.
+func healthIn(from Tables, f ipfamily.Family) (out []dataplane.EndpointHealth, err error) {
+	listed, _, err := from.List(f, nft.UnhealthyEndpoints)
+	if err != nil || len(listed) == 0 {
+		return nil, err
+	}
+	var keys []nft.Element
+	for i := range listed {
+		keys = append(keys, nft.PoolKey(listed[i].ID()))
+	}
+	slices.SortFunc(keys, func(a, b nft.Element) int { return bytes.Compare(a.Key(), b.Key()) })
+	keys = slices.CompactFunc(keys, func(a, b nft.Element) bool { return a.ID() == b.ID() })
+	found, err := from.Get(f, nft.Pools, keys)
+	if err != nil {
+		return nil, err
+	}
+	pools := map[uint32]*nft.Element{}
+	for i := range found {
+		pools[found[i].ID()] = &found[i].Element
+	}
+	for i := range listed {
+		if h, ok := listed[i].Health(pools[listed[i].ID()]); ok {
+			out = append(out, h)
+		}
+	}
+	slices.SortFunc(out, func(a, b dataplane.EndpointHealth) int {
+		return cmp.Or(a.Port.Compare(b.Port), cmp.Compare(a.Pool, b.Pool), a.Endpoint.Compare(b.Endpoint))
+	})
+	return out, nil
 }
 
 // traceTries is how often a packet is traced, in the hope that nobody writes meanwhile.
@@ -122,9 +160,13 @@ func traceOnce(from tables, f ipfamily.Family, p dataplane.Packet, node dataplan
 	case table.Dormant:
 		t.Notes = append(t.Notes, fmt.Sprintf("the table %s %s is dormant: it does nothing", f.NFT(), nft.TableName))
 	}
-	if _, _, found := w.Frontend(); !found {
+	_, pool, found := w.Frontend()
+	if !found {
 		t.Near, err = near(from, f, p.Destination)
+		return t, err
 	}
+	t.Unhealthy, err = healthIn(from, f)
+	t.Unhealthy = slices.DeleteFunc(t.Unhealthy, func(h dataplane.EndpointHealth) bool { return h.Pool != pool.ID() })
 	return t, err
 }
 
@@ -185,7 +227,7 @@ func (c *Contents) addTo(n int, f ipfamily.Family, d *dataplane.Differences) {
 	name := f.NFT() + " " + nft.TableName
 	out := dataplane.InspectedTable{Family: f.NFT(), Name: name, There: t.There, Owner: t.Owner,
 		Revision: found.Revision.Number,
-		Unit:     "elements"}
+		Unit:     "element"}
 	for set, elements := range found.Elements {
 		if nft.SetID(set).IsContent() {
 			out.Elements += len(elements)

@@ -41,9 +41,14 @@ func ReadCounters(from Tables, ask dataplane.CountersAsked) (*dataplane.Counters
 		if err := read(); err != nil {
 			return nil, err
 		}
-		if err := r.endpoints(f, ask.Endpoints); err != nil {
+		if err := r.endpoints(f, ask.Endpoints, ask.Whole); err != nil {
 			return nil, err
 		}
+		health, err := healthIn(from, f)
+		if err != nil {
+			return nil, err
+		}
+		r.out.Unhealthy = append(r.out.Unhealthy, health...)
 	}
 	return r.out, nil
 }
@@ -74,12 +79,12 @@ func (r *counterReading) all(f ipfamily.Family) error {
 	return nil
 }
 
-// named reads some frontends of a family by their keys, and then their pools.
+// named reads some frontends of a family by their keys, each in the map in which it was before, and then their pools.
 func (r *counterReading) named(f ipfamily.Family, of []dataplane.FrontendCount) error {
 	keys := map[nft.SetID][]nft.Element{}
 	for i := range of {
 		if of[i].Key.Addr.Is4() == (f == ipfamily.IPv4) {
-			k := nft.FrontendKeys(of[i].Counted)[b2i(of[i].Uncounted)]
+			k := nft.FrontendKey(&of[i])
 			keys[k.Set] = append(keys[k.Set], k)
 		}
 	}
@@ -131,20 +136,23 @@ func (r *counterReading) add(frontends, pools []nft.Listed) {
 		if there := byID[l.PoolID()]; there != nil {
 			pool = there
 		}
+		if pool.IsIndirect() {
+			continue
+		}
 		c := dataplane.NamedCount{}
 		c.FrontendCount, _ = l.FrontendCount(pool)
-		c.Uncounted = l.Set != nft.FrontendKeys(c.Counted)[0].Set // by which it is looked up again
+		c.Uncounted = l.Set.IsUncounted()
 		c.Port, _ = l.PortName(c.Key.Protocol)
 		r.out.Frontends = append(r.out.Frontends, c)
 	}
 }
 
-// maxEndpointKeys bounds how many counters of endpoints are read at a time.
+// maxEndpointKeys bounds how many counters of endpoints are read at a time, unless all are asked for.
 const maxEndpointKeys = 4096
 
 // endpoints reads the counters of the endpoints of frontends. Those with session affinity count in sticky-endpoints,
 // where every connection does, and not only that which was balanced.
-func (r *counterReading) endpoints(f ipfamily.Family, of []dataplane.FrontendCount) error {
+func (r *counterReading) endpoints(f ipfamily.Family, of []dataplane.FrontendCount, whole bool) error {
 	done := map[uint32]bool{} // frontends of a port share a pool
 	asked := 0
 	for i := range of {
@@ -152,9 +160,10 @@ func (r *counterReading) endpoints(f ipfamily.Family, of []dataplane.FrontendCou
 		if fe.Key.Addr.Is4() != (f == ipfamily.IPv4) || done[fe.Pool] || fe.Endpoints == 0 {
 			continue
 		}
-		if asked += fe.Endpoints; asked > maxEndpointKeys {
+		if !whole && asked+fe.Endpoints > maxEndpointKeys {
 			continue
 		}
+		asked += fe.Endpoints
 		done[fe.Pool] = true
 		if err := r.poolEndpoints(f, fe); err != nil {
 			return err
@@ -177,10 +186,13 @@ func (r *counterReading) poolEndpoints(f ipfamily.Family, fe *dataplane.Frontend
 		return err
 	}
 	r.out.Read += 1 + len(ask)
-	if !fe.Sticky {
+	bySlot := func() {
 		for i := range slots {
 			r.out.Endpoints = append(r.out.Endpoints, slots[i].SlotCount())
 		}
+	}
+	if !fe.Sticky {
+		bySlot()
 		return nil
 	}
 	keys := make([]nft.Element, len(slots))
@@ -192,15 +204,11 @@ func (r *counterReading) poolEndpoints(f ipfamily.Family, fe *dataplane.Frontend
 		return err
 	}
 	r.out.Read += len(keys)
+	if len(members) == 0 { // the budget for counters leaves them out
+		bySlot()
+	}
 	for i := range members {
 		r.out.Endpoints = append(r.out.Endpoints, members[i].MemberCount())
 	}
 	return nil
-}
-
-func b2i(b bool) int {
-	if b {
-		return 1
-	}
-	return 0
 }

@@ -132,6 +132,8 @@ var configs = map[string]dataplane.Config{
 		ClusterCIDRs: []netip.Prefix{netip.MustParsePrefix("10.244.0.0/13"), netip.MustParsePrefix("fd00:10:240::/47")}}},
 	"everybody": {NodeName: "node-1", DetectLocal: dataplane.DetectLocal{
 		ClusterCIDRs: []netip.Prefix{netip.MustParsePrefix("0.0.0.0/0"), netip.MustParsePrefix("::/0")}}},
+	"as kube-proxy": {NodeName: "node-1", AsKubeProxy: true, DetectLocal: dataplane.DetectLocal{
+		ClusterCIDRs: []netip.Prefix{netip.MustParsePrefix("10.244.0.0/16"), netip.MustParsePrefix("fd00:10:244::/47")}}},
 	"evidence":       {NodeName: "node-1", SecondChance: snapshot.SecondChanceOn},
 	"unknown":        {NodeName: "node-1"},
 	"masquerade all": {NodeName: "node-1", MasqueradeAll: true},
@@ -365,7 +367,9 @@ func TestRefusalNamesTheObject(t *testing.T) {
 		txn.Tables[0].Add[set] = nil
 	}
 	// The last of three is there already and leads somewhere else; the other two are there as they are, which is no error.
-	services[2].Chain = nft.ChainID{Kind: nft.NoLocalEndpoints}
+	data := slices.Clone(services[2].Data())
+	data[2] ^= 0x10 // of its class
+	services[2], _ = nft.ElementFrom(ipfamily.IPv4, nft.Pools, services[2].Key(), nil, data, "", services[2].Comment)
 	txn.Tables[0].Add[nft.Pools] = services[:3]
 	err := b.send(b.batch.encode(txn))
 	set := nft.SetByID(nft.Pools)
@@ -521,7 +525,8 @@ func TestListIsWhatNftLists(t *testing.T) {
 		if !slices.Equal(got, want) {
 			t.Errorf("%s: printed and listed differ: %v", l.Table.Family.NFT(), firstWords(got, want))
 		}
-		if l.Table.Family == ipfamily.IPv4 && !strings.Contains(printed.String(), "@cluster-ips counter packets 5 ") {
+		const counted = "fib daddr type != local counter packets 5 "
+		if l.Table.Family == ipfamily.IPv4 && !strings.Contains(printed.String(), counted) {
 			t.Errorf("5 packets to an unused port are not counted:\n%s", printed.String())
 		}
 	}

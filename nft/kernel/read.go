@@ -79,7 +79,7 @@ func (c *Conn) ranges(f ipfamily.Family, set nft.SetID) (out []nft.Listed, err e
 	if err != nil && !errors.Is(err, unix.ENOENT) {
 		return nil, fmt.Errorf("nft: list %s %s %s: %w", f.NFT(), nft.TableName, set, err)
 	}
-	if set == nft.ServiceCIDRs {
+	if set.IsTree() {
 		closeRanges(f, out, ends)
 	}
 	return out, nil
@@ -153,7 +153,7 @@ func closeRanges(f ipfamily.Family, starts []nft.Listed, ends [][]byte) {
 			end, _ := netip.AddrFromSlice(ends[n])
 			last = end.Prev().AsSlice()
 		}
-		if e, ok := nft.ElementFrom(f, nft.ServiceCIDRs, key, last, nil, "", starts[i].Comment); ok {
+		if e, ok := nft.ElementFrom(f, starts[i].Set, key, last, nil, "", starts[i].Comment); ok {
 			starts[i].Element = e
 		}
 	}

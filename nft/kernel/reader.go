@@ -14,8 +14,14 @@ import (
 // Reader reads our tables beside the process that writes them. It changes nothing and is not safe for concurrent use.
 type Reader struct {
 	conn *Conn
-	// cidrs are the ServiceCIDRs of each family, which are listed once; nil means not yet.
-	cidrs ipfamily.Per[[]nft.Listed]
+	// trees are what the trees of ranges hold in each family, which are listed once.
+	trees map[treeOf][]nft.Listed
+}
+
+// treeOf is a set of ranges in a family's table.
+type treeOf struct {
+	family ipfamily.Family
+	set    nft.SetID
 }
 
 // OpenReader gives a reader for the network namespace of the calling thread.
@@ -25,7 +31,7 @@ func OpenReader() (*Reader, error) {
 		return nil, err
 	}
 	conn.tolerant = true
-	return &Reader{conn: conn}, nil
+	return &Reader{conn: conn, trees: map[treeOf][]nft.Listed{}}, nil
 }
 
 // Close closes the reader's socket.
@@ -67,28 +73,25 @@ func (r *Reader) Revisions() (out ipfamily.Per[nft.Revision], err error) {
 // Get gives those of some elements of a set that are there, by their keys. In a set of ranges it takes one key, and
 // gives the range that holds it.
 func (r *Reader) Get(f ipfamily.Family, set nft.SetID, keys []nft.Element) (out []nft.Listed, err error) {
-	if set == nft.ServiceCIDRs {
-		return r.cidr(f, keys)
+	if set.IsTree() {
+		return r.holding(treeOf{f, set}, keys)
 	}
 	err = r.conn.getListed(f, set, keys, func(l nft.Listed) { out = append(out, l) })
 	return out, rights(err)
 }
 
-// cidr looks in the ServiceCIDRs, which the kernel keeps in a form that is not easily asked for by key.
-func (r *Reader) cidr(f ipfamily.Family, keys []nft.Element) ([]nft.Listed, error) {
-	i := 0
-	if f == ipfamily.IPv6 {
-		i = 1
-	}
-	if r.cidrs[i] == nil {
-		listed, err := r.conn.Elements(f, nft.ServiceCIDRs)
-		if err != nil {
+// holding looks in a tree, which the kernel keeps in a form that is not easily asked for by key.
+func (r *Reader) holding(t treeOf, keys []nft.Element) ([]nft.Listed, error) {
+	listed, read := r.trees[t]
+	if !read {
+		var err error
+		if listed, err = r.conn.Elements(t.family, t.set); err != nil {
 			return nil, rights(err)
 		}
-		r.cidrs[i] = append([]nft.Listed{}, listed...)
+		r.trees[t] = listed
 	}
 	if len(keys) == 1 {
-		if l, ok := nft.Holding(f, r.cidrs[i], &keys[0]); ok {
+		if l, ok := nft.Holding(t.family, listed, &keys[0]); ok {
 			return []nft.Listed{l}, nil
 		}
 	}
@@ -147,7 +150,11 @@ func (r *Reader) Table(f ipfamily.Family) (*TableFound, error) {
 	if err != nil {
 		return nil, rights(err)
 	}
-	t.Structure = held.structure(f)
+	settings, err := r.conn.Elements(f, nft.SettingsSet)
+	if err != nil {
+		return nil, rights(err)
+	}
+	t.Structure = held.structure(f, settings)
 	var numbered []nft.ChainID
 	for _, name := range held.chains {
 		if id, ok := nft.NumberedChain(name); ok {

@@ -1,7 +1,6 @@
 package kernel
 
 import (
-	"bytes"
 	"errors"
 	"fmt"
 	"math"
@@ -43,6 +42,7 @@ func (b *Backend) takeOwnership() error {
 	if err != nil {
 		return err
 	}
+	b.owned.Store(false) // until all was seen
 	for i, f := range ipfamily.All {
 		if b.tables[i], err = b.reader.table(f); err != nil {
 			return err
@@ -136,7 +136,7 @@ func (c *Conn) readSet(f ipfamily.Family, set nft.SetID, stale *nft.Stale, found
 	}
 	listed, err := c.Elements(f, set)
 	for i := range listed {
-		if e := &listed[i].Element; set.IsShared() || stale.Service(e.Service()) {
+		if e := &listed[i].Element; stale.Element(e) {
 			found.Elements[set] = append(found.Elements[set], *e)
 		}
 	}
@@ -279,6 +279,7 @@ func (b *Backend) checkTables() ([]string, error) {
 		b.inspection, b.unverified = inspection{running: true, left: b.model.Names()}, true
 	}
 	b.tables, b.generation = tables, generation // not before all was seen: after an error all is to be looked at again
+	b.noteOwner()
 	return found, nil
 }
 
@@ -392,11 +393,17 @@ func (b *Backend) inspectRanges() (found []string, err error) {
 
 // sameRanges compares as many ranges as there should be.
 func sameRanges(f ipfamily.Family, s *nft.Set, listed []nft.Listed, want []nft.Element) (found []string) {
+	type element struct {
+		key, comment string
+		bits         uint8
+	}
+	there := make(map[element]bool, len(listed))
+	for i := range listed {
+		l := &listed[i]
+		there[element{string(l.Key()), l.Comment, l.Bits}] = true
+	}
 	for i := range want {
-		at := slices.IndexFunc(listed, func(l nft.Listed) bool {
-			return bytes.Equal(l.Key(), want[i].Key()) && l.Bits == want[i].Bits && l.Comment == want[i].Comment
-		})
-		if at < 0 {
+		if w := &want[i]; !there[element{string(w.Key()), w.Comment, w.Bits}] {
 			found = append(found, fmt.Sprintf("%s %s: %s { %s } is gone", f.NFT(), nft.TableName, s.Name(), want[i].Text(f, s)))
 		}
 	}

@@ -169,7 +169,7 @@ func (t *replayed) applyElements(f ipfamily.Family, set nft.SetID, attrs []byte,
 	if t.elements[set] == nil {
 		t.elements[set] = map[string]nft.Element{}
 	}
-	if add && set != nft.ServiceCIDRs { // without a list of them: a checkpoint has many
+	if add && !set.IsTree() { // without a list of them: a checkpoint has many
 		eachElement(f, set, attrs, func(l nft.Listed) { t.elements[set][replayKey(&l.Element)] = l.Element })
 		return
 	}
@@ -189,7 +189,7 @@ func (t *replayed) applyElements(f ipfamily.Family, set nft.SetID, attrs []byte,
 func elementsOf(f ipfamily.Family, set nft.SetID, attrs []byte, add bool) (elements []nft.Listed) {
 	if add {
 		ends := eachElement(f, set, attrs, func(e nft.Listed) { elements = append(elements, e) })
-		if set == nft.ServiceCIDRs {
+		if set.IsTree() {
 			closeRanges(f, elements, ends)
 		}
 		return elements
@@ -205,7 +205,7 @@ func elementsOf(f ipfamily.Family, set nft.SetID, attrs []byte, add bool) (eleme
 
 // replayKey identifies an element within its set. Ranges of a tree do not overlap, so that their beginning does.
 func replayKey(e *nft.Element) string {
-	if e.Set == nft.ServiceCIDRs {
+	if e.Set.IsTree() {
 		return string(e.Key())
 	}
 	return string(append(e.Key(), e.Bits))
@@ -232,7 +232,11 @@ func (t *replayed) found(f ipfamily.Family) *TableFound {
 		return out
 	}
 	held := heldRules{chains: slices.Sorted(maps.Keys(t.chains)), rules: t.rules}
-	out.Structure = held.structure(f)
+	var settings []nft.Listed
+	for _, e := range t.sorted(nft.SettingsSet) {
+		settings = append(settings, nft.Listed{Element: e})
+	}
+	out.Structure = held.structure(f, settings)
 	var numbered []nft.ChainID
 	for _, name := range held.chains {
 		if id, ok := nft.NumberedChain(name); ok {
@@ -385,7 +389,7 @@ func (b *Backend) openTolerant() (*Reader, error) {
 		return nil, err
 	}
 	conn.tolerant = true
-	return &Reader{conn: conn}, nil
+	return &Reader{conn: conn, trees: map[treeOf][]nft.Listed{}}, nil
 }
 
 // Load is that of Backend.

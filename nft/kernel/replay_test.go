@@ -127,8 +127,8 @@ func disturb(t *testing.T, b *Backend) {
 	defer other.Close()
 	var txn nft.Txn
 	txn.Tables[0].Del[nft.Endpoints] = []nft.Element{l[0].Elements[nft.Endpoints][0].Element}
-	foreign, _ := nft.ElementFrom(ipfamily.IPv4, nft.ClusterIPs, []byte{10, 96, 99, 99}, nil, nil, "", "")
-	txn.Tables[0].Add[nft.ClusterIPs] = []nft.Element{foreign}
+	foreign, _ := nft.ElementFrom(ipfamily.IPv4, nft.Addresses, []byte{10, 96, 99, 99}, nil, make([]byte, 4), "", "")
+	txn.Tables[0].Add[nft.Addresses] = []nft.Element{foreign}
 	var w batch
 	labtest.Check(t, other.Replay(w.encode(&txn)))
 }

@@ -3,6 +3,7 @@ package kernel
 import (
 	"encoding/binary"
 	"net/netip"
+	"strings"
 
 	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/nft"
@@ -10,7 +11,7 @@ import (
 )
 
 // rescue reads the remembered clients from tables that are about to be replaced, so that the clients keep their
-// endpoints. It understands the present layout and layout 1.
+// endpoints. It understands the present layout, and the earlier ones.
 func (b *Backend) rescue() (out ipfamily.Per[[]nft.Listed], err error) {
 	for i, f := range ipfamily.All {
 		if !b.tables[i].exists {
@@ -24,33 +25,34 @@ func (b *Backend) rescue() (out ipfamily.Per[[]nft.Listed], err error) {
 }
 
 func (c *Conn) rescue(f ipfamily.Family, m *nft.Model) (out []nft.Listed, err error) {
-	sticky, err := c.layout1Pools(f)
-	if err != nil {
+	was, first, err := c.stickyPools(f)
+	if err != nil || len(was) == 0 {
 		return nil, err
 	}
-	if len(sticky) == 0 {
-		return c.Elements(f, nft.Affinity)
-	}
-	ids := m.PoolIDs(f)
-	// The keys of layout 1 are the client's address and an id of the pool.
 	entries, err := c.rawElements(f, nft.Affinity.String())
 	if err != nil {
 		return nil, err
 	}
-	taken := map[string]bool{}
+	ids, taken := m.PoolIDs(f), map[string]bool{}
 	for i := range entries {
 		e := &entries[i]
-		n := f.AddrLen()
-		if len(e.key) != n+4 {
-			continue
+		l := nft.Listed{Timeout: e.Timeout, Expires: e.Expires}
+		var known bool
+		switch n := f.AddrLen(); { // with IPv4, the keys of all layouts are of the same length
+		case first && len(e.key) == n+4: // the client's address and an id of the pool
+			var id uint32
+			client, _ := netip.AddrFromSlice(e.key[:n])
+			id, known = ids[was[binary.NativeEndian.Uint32(e.key[n:])]]
+			l.Element = nft.AffinityElement(id, client)
+			known = known && l.SetData(f, e.data)
+		case !first && len(e.key) == affinityKey:
+			var id uint32
+			if id, known = ids[was[binary.NativeEndian.Uint32(e.key)]]; known {
+				key := append(native(id), e.key[4:]...)
+				l.Element, known = nft.ElementFrom(f, nft.Affinity, key, nil, e.data, "", "")
+			}
 		}
-		client, _ := netip.AddrFromSlice(e.key[:n])
-		id, ok := ids[sticky[binary.NativeEndian.Uint32(e.key[n:])]]
-		if !ok {
-			continue
-		}
-		l := nft.Listed{Element: nft.AffinityElement(id, client), Timeout: e.Timeout, Expires: e.Expires}
-		if l.SetData(f, e.data) && !taken[string(l.Key())] {
+		if known && !taken[string(l.Key())] {
 			taken[string(l.Key())] = true
 			out = append(out, l)
 		}
@@ -58,21 +60,23 @@ func (c *Conn) rescue(f ipfamily.Family, m *nft.Model) (out []nft.Listed, err er
 	return out, nil
 }
 
-// layout1Pools reads what the ids of pools stand for in layout 1, which had them for session affinity alone: its maps
-// sticky and outside-sticky, of the years before tables had pools.
-func (c *Conn) layout1Pools(f ipfamily.Family) (map[uint32]dataplane.Counted, error) {
-	out := map[uint32]dataplane.Counted{}
-	for _, name := range [...]string{"sticky", "outside-sticky"} {
+// stickyPools reads which frontends with session affinity lead to which ids of pools: these are not the same in all
+// layouts. Layout 1, the first, had other names for the maps.
+func (c *Conn) stickyPools(f ipfamily.Family) (out map[uint32]dataplane.Counted, first bool, err error) {
+	out = map[uint32]dataplane.Counted{}
+	for name, outside := range map[string]bool{"sticky": false, "outside-sticky": true,
+		nft.StickyServices.String(): false, nft.OutsideStickyServices.String(): true} {
 		elements, err := c.rawElements(f, name)
 		if err != nil {
-			return nil, err
+			return nil, false, err
 		}
+		first = first || len(elements) > 0 && !strings.HasSuffix(name, "services")
 		for i := range elements {
 			e, ok := nft.ElementFrom(f, nft.Services, elements[i].key, nil, elements[i].data, "", "")
 			if ok {
-				out[e.PoolID()] = dataplane.Counted{Key: e.FrontendKey(), Outside: name == "outside-sticky"}
+				out[e.PoolID()] = dataplane.Counted{Key: e.FrontendKey(), Outside: outside}
 			}
 		}
 	}
-	return out, nil
+	return out, first, nil
 }

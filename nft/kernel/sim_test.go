@@ -230,7 +230,8 @@ func (s *sim) begin() {
 // refuse is what the kernel has against Services with the port.
 func (s *sim) refuse(e *nft.Element) unix.Errno {
 	switch e.Set {
-	case nft.Services, nft.UncountedServices, nft.OutsideServices, nft.UncountedOutsideServices:
+	case nft.Services, nft.UncountedServices, nft.InsideServices, nft.UncountedInsideServices, nft.OutsideServices,
+		nft.UncountedOutsideServices:
 		if e.FrontendKey().Port == poisonPort {
 			return unix.EINVAL
 		}

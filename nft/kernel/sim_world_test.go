@@ -148,6 +148,7 @@ func simConfig(r *rand.Rand) dataplane.Config {
 		PingServices:       r.IntN(2) == 0,
 		RejectUnusedPorts:  r.IntN(2) == 0,
 		NoExternalIPs:      r.IntN(8) == 0,
+		AsKubeProxy:        r.IntN(4) == 0,
 		SecondChance:       oneOf(r, snapshot.SecondChanceDefault, snapshot.SecondChanceOn, snapshot.SecondChanceObserve),
 	}
 }

@@ -67,7 +67,7 @@ func TestChainsGoAhead(t *testing.T) {
 		labtest.Check(t, err)
 		n := 0
 		for _, e := range l[0].Elements[nft.Pools] {
-			if e.Chain == (nft.ChainID{Kind: nft.Pick, N: 5}) {
+			if e.Leads() == (nft.ChainID{Kind: nft.Pick, N: 5}) {
 				n++
 			}
 		}

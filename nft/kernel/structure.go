@@ -68,7 +68,7 @@ type structure struct {
 // found, and is compared with the content that its name stands for.
 func (c *Conn) structure(f ipfamily.Family, want nft.Table, layout nft.Structure) (*structure, error) {
 	s := &structure{Found: nft.Found{Chains: map[nft.ChainID]bool{}}}
-	err := errors.Join(c.compareSets(f, want, s), c.compareChains(f, want, layout, s))
+	err := errors.Join(c.compareSets(f, want, s), c.compareChains(f, want, layout, s), c.compareVerdicts(f, s))
 	if err != nil {
 		return nil, err
 	}
@@ -243,16 +243,50 @@ func (c *Conn) compareChains(f ipfamily.Family, want nft.Table, layout nft.Struc
 	return nil
 }
 
-// sameChain compares a chain, without its rules, with the attributes the kernel lists.
+// compareVerdicts looks at the verdict maps, whose elements follow from the chains that are there.
+func (c *Conn) compareVerdicts(f ipfamily.Family, s *structure) error {
+	var numbered []nft.ChainID
+	for id := range s.Chains {
+		if id.IsNumbered() {
+			numbered = append(numbered, id)
+		}
+	}
+	for set, want := range nft.VerdictElements(numbered) {
+		id := nft.SetID(set)
+		if !nft.SetByID(id).Verdicts || slices.Contains(s.Missing, id) {
+			continue
+		}
+		listed, err := c.Elements(f, id)
+		if err != nil {
+			return err
+		}
+		there := map[string]nft.ChainID{}
+		for i := range listed {
+			there[string(listed[i].Key())] = listed[i].Chain
+		}
+		if len(listed) != len(want) || slices.ContainsFunc(want, func(e nft.Element) bool {
+			return there[string(e.Key())] != e.Chain
+		}) {
+			s.Misled = true
+			s.addDifference(f, "the elements of %s are others", id)
+		}
+	}
+	return nil
+}
+
+// sameChain compares a chain, without its rules, with the attributes the kernel lists. A comment makes no difference:
+// it cannot be changed in place, and one of an earlier version is no reason to replace the table.
 func sameChain(f ipfamily.Family, want nft.Chain, attrs netlink.Attributes) bool {
 	var w batch
 	w.newChain(f, &want)
 	_, based := attrs[unix.NFTA_CHAIN_HOOK]
 	same := based == (want.Hook != nil)
 	for typ, v := range netlink.Each(w.Bytes()[headerLen:]) {
-		if typ == unix.NFTA_CHAIN_HOOK {
+		switch typ {
+		case nftaChainUserdata:
+		case unix.NFTA_CHAIN_HOOK:
 			same = same && covers(v, attrs[typ])
-		} else {
+		default:
 			same = same && bytes.Equal(v, attrs[typ])
 		}
 	}
@@ -342,12 +376,16 @@ func sameExpression(ours, theirs []byte) bool {
 	case name == "reject" && netlink.Find(mine, unix.NFTA_REJECT_TYPE).Big32() == unix.NFT_REJECT_TCP_RST:
 		skip = []uint16{unix.NFTA_REJECT_ICMP_CODE} // which it has not
 	}
-	return coversBut(skip, mine, held) && (name != "dynset" || sameCounter(mine, held))
+	return coversBut(skip, mine, held) && (name != "dynset" || sameElementExpr(mine, held))
 }
 
-// sameCounter compares what two dynset expressions give to each element. No counter of ours counts here.
-func sameCounter(ours, theirs []byte) bool {
-	return expressionName(netlink.Find(ours, dynsetExpr)) == expressionName(netlink.Find(theirs, dynsetExpr))
+// sameElementExpr compares what two dynset expressions give to each element: nothing, a counter or a limit.
+func sameElementExpr(ours, theirs []byte) bool {
+	mine, held := netlink.Find(ours, dynsetExpr), netlink.Find(theirs, dynsetExpr)
+	if len(mine) == 0 || len(held) == 0 {
+		return len(mine) == len(held)
+	}
+	return sameExpression(mine, held)
 }
 
 // covers says whether all attributes of ours are among theirs.

@@ -141,6 +141,14 @@ func (c *content) withoutChains(before *content) content {
 			_, was := before[i].chains[name]
 			return !was
 		})
+		for set := range out[i].bySet { // what leads to them
+			if nft.SetByID(nft.SetID(set)).Verdicts {
+				out[i].bySet[set] = slices.DeleteFunc(slices.Clone(out[i].bySet[set]), func(e nft.Element) bool {
+					_, stays := out[i].chains[e.Chain.Name()]
+					return !stays
+				})
+			}
+		}
 	}
 	return out
 }
@@ -156,7 +164,7 @@ func (c *content) incomplete() string {
 	for i := range c {
 		found[i].Elements = c[i].bySet
 		for _, e := range c[i].bySet[nft.Pools] {
-			if _, ok := c[i].chains[e.Chain.Name()]; !ok {
+			if _, ok := c[i].chains[e.Leads().Name()]; !ok {
 				return elementText(c[i].family, &e) + " leads nowhere"
 			}
 		}

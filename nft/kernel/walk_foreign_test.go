@@ -109,7 +109,7 @@ var edits = []edit{
 	{"add set", func(h *hand) { h.set("mine") }},
 	{"set of another kind", func(h *hand) {
 		h.b.End(h.b.object(h.family(), unix.NFT_MSG_DELRULE, 0, ""))
-		name := oneOf(h.w.r, nft.Hairpin, nft.ClusterIPs, nft.Pools, nft.Affinity).String()
+		name := oneOf(h.w.r, nft.Hairpin, nft.Addresses, nft.Pools, nft.Affinity).String()
 		h.deleteSet(name)
 		if h.w.r.IntN(2) == 0 {
 			h.set(name)
@@ -117,7 +117,7 @@ var edits = []edit{
 	}},
 	{"smaller set", func(h *hand) {
 		h.b.End(h.b.object(h.family(), unix.NFT_MSG_DELRULE, 0, ""))
-		set := nft.SetByID(oneOf(h.w.r, nft.Endpoints, nft.Hairpin, nft.ClusterIPs, nft.Affinity, nft.RevisionSet))
+		set := nft.SetByID(oneOf(h.w.r, nft.Endpoints, nft.Hairpin, nft.Addresses, nft.Affinity, nft.RevisionSet))
 		set.Size = 1
 		h.deleteSet(set.Name())
 		h.b.newSet(h.family(), &set)
@@ -176,9 +176,9 @@ func (h *hand) add(replace bool) {
 	h.b.elements(h.family(), unix.NFT_MSG_NEWSETELEM, e.Set, []nft.Element{other})
 }
 
-// jump has a frontend jump where it should go.
+// jump has packets jump where they should go.
 func (h *hand) jump() {
-	list := h.table().bySet[nft.Services]
+	list := h.table().bySet[nft.Picks]
 	if len(list) == 0 {
 		return
 	}

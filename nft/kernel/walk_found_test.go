@@ -256,7 +256,7 @@ func TestHardToSee(t *testing.T) {
 		def := nft.SetByID(set)
 		return l[0].Elements[set][0].Element.Text(ipfamily.IPv4, &def)
 	}
-	key, _, _ := strings.Cut(text(nft.Pools), " comment")
+	pick, _, _ := strings.Cut(text(nft.Picks), " :")
 	sources, _, _ := strings.Cut(text(nft.SourceRanges), " comment")
 	const slot = "9:9 . tcp . 7"
 	const stray = "a slot nobody leads to"
@@ -268,8 +268,8 @@ func TestHardToSee(t *testing.T) {
 	)
 	labtest.Check(t, err)
 	for name, c := range map[string]struct{ nft, found string }{
-		"a jump": {"delete element ip verdict pools { " + key + " }\nadd element ip verdict pools { " +
-			strings.Replace(text(nft.Pools), "goto", "jump", 1) + " }", "is now { "},
+		"a jump": {"delete element ip verdict picks { " + pick + " }\nadd element ip verdict picks { " +
+			strings.Replace(text(nft.Picks), "goto", "jump", 1) + " }", "the elements of picks are others"},
 		"a comment": {"delete element ip verdict source-ranges { " + sources + " }\nadd element ip verdict source-ranges { " +
 			sources + " comment \"x\" }", "is gone"},
 		stray: {"add element ip verdict endpoints { " + slot + " : 192.0.2.1 . 1 }", "endpoints has "},
@@ -438,7 +438,7 @@ func TestRefusedInSteps(t *testing.T) {
 // first, or made anew.
 func TestLittleRoom(t *testing.T) {
 	state := func(third byte) *dataplane.State {
-		d := large(680, 1)
+		d := large(1000, 1)
 		for _, svc := range d.Services {
 			a := svc.ClusterIPs[0].As4()
 			a[1] += third
@@ -456,7 +456,7 @@ func TestLittleRoom(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			_, b := host(t)
 			apply(t, b, state(0))
-			b.conn.Conn = netlink.New(&faulty{Wire: b.conn.Wire, most: 60 << 10}, false)
+			b.conn.Conn = netlink.New(&faulty{Wire: b.conn.Wire, most: 90 << 10}, false)
 			b.syncState = c.trust
 			st := state(1)
 			may := map[string]bool{}
@@ -525,8 +525,8 @@ func TestOthersOvertake(t *testing.T) {
 		k := dataplane.Key{Addr: small.Services[n].ClusterIPs[0], Protocol: snapshot.TCP, Port: 80}
 		pool := nft.PoolKey(s.poolAt(k))
 		labtest.Check(t, s.backend.reader.get(ipfamily.IPv4, nft.Pools, []nft.Element{pool}, func(e nft.Element) {
-			if e.Chain.N != 5 {
-				t.Errorf("%s leads to %s", n, e.Chain.Name())
+			if e.Leads().N != 5 {
+				t.Errorf("%s leads to %s", n, e.Leads().Name())
 			}
 		}))
 	}

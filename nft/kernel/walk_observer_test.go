@@ -143,7 +143,8 @@ func frontendsOf(st *dataplane.State) map[string]string {
 }
 
 // sides are the maps of frontends: counted and not.
-var sides = [][2]nft.SetID{{nft.Services, nft.UncountedServices}, {nft.OutsideServices, nft.UncountedOutsideServices}}
+var sides = [][2]nft.SetID{{nft.Services, nft.UncountedServices}, {nft.InsideServices, nft.UncountedInsideServices},
+	{nft.OutsideServices, nft.UncountedOutsideServices}}
 
 func viewKey(f ipfamily.Family, set nft.SetID, key []byte) string {
 	return fmt.Sprintf("%v %v %x", f.NFT(), set, key)
@@ -224,7 +225,7 @@ func (o *observer) look(f ipfamily.Family, side [2]nft.SetID, r *rand.Rand) erro
 	if epoch != o.epoch {
 		return nil
 	}
-	if !chains[pool.Chain.Name()] {
+	if !chains[pool.Leads().Name()] {
 		return fmt.Errorf("%s leads nowhere: its pool is %s", elementText(f, &one), elementText(f, &pool))
 	}
 	o.seen++
@@ -233,7 +234,7 @@ func (o *observer) look(f ipfamily.Family, side [2]nft.SetID, r *rand.Rand) erro
 
 // judge says whether a frontend may have the endpoints that it has.
 func (o *observer) judge(f ipfamily.Family, set nft.SetID, e, pool *nft.Element, endpoints []string) error {
-	if n := int(pool.Chain.N); n != len(endpoints) {
+	if n, has := int(pool.Leads().N), len(endpoints); n < has || n > has && (n <= 16 || 4*n > 5*has+12) {
 		return fmt.Errorf("%s has %d endpoints", elementText(f, pool), len(endpoints))
 	}
 	may := o.may[viewKey(f, set, e.Key())]

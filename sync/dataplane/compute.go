@@ -9,9 +9,10 @@ import (
 // Compute decides everything from a snapshot. It returns the State and all conflicts, sorted. A Planner's increments
 // must add up to the same State. The cost grows with the size of the cluster.
 func Compute(cfg Config, s *snapshot.Snapshot) (*State, []Conflict) {
-	b := builder{host: newHost(cfg, s), reserved: reservedIn(s)}
+	shared := Overlaps(cfg, s)
+	b := builder{host: newHost(cfg, s, shared), reserved: reservedIn(s)}
 	st := &State{Services: make(map[snapshot.Name]*Service, len(s.Services))}
-	st.setGlobals(&b.host, s.ServiceCIDRs)
+	st.setGlobals(&b.host, s.ServiceCIDRs, shared)
 
 	winner := make(map[Key]Claim, len(s.Services))
 	for n := range s.Services {

@@ -12,6 +12,8 @@ type Config struct {
 	NodeName string
 	// NodeIP takes the place of the Node object's addresses of its family; the zero Addr leaves them.
 	NodeIP netip.Addr
+	// APIServer is the address by which this node reaches the API server, if one is configured. It may be a cluster IP.
+	APIServer netip.Addr
 	// DetectLocal says how pods are told from others.
 	DetectLocal DetectLocal
 	// MasqueradeAll masquerades all traffic to cluster IPs.
@@ -34,6 +36,9 @@ type Config struct {
 	PingServices bool
 	// RejectUnusedPorts rejects packets from outside to ports of load balancer addresses that no Service has.
 	RejectUnusedPorts bool
+	// AsKubeProxy does as kube-proxy does where no other field decides: this node's packets with a pod's address are a
+	// pod's.
+	AsKubeProxy bool
 	// IPVS says which Services it schedules.
 	IPVS IPVS
 }

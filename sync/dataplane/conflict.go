@@ -35,6 +35,17 @@ func (k Kind) rank() int {
 // String gives "default/web:http (NodePort)".
 func (c Claim) String() string { return c.Port.String() + " (" + c.Kind.String() + ")" }
 
+// Before says why a claim goes before another on the same Key, by what Compare asks first.
+func (c Claim) Before(o Claim) string {
+	switch {
+	case c.Kind.rank() != o.Kind.rank():
+		return c.Kind.String() + " goes before " + o.Kind.String()
+	case c.Age.Compare(o.Age) != 0:
+		return "the oldest Service keeps them"
+	}
+	return "the first one by name keeps them"
+}
+
 // Conflict is a Key that two service ports claim. The loser answers at its other frontends only.
 type Conflict struct {
 	Key           Key

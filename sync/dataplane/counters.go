@@ -21,7 +21,9 @@ type FrontendCount struct {
 	// Endpoints is the number of endpoints in the pool, or of their slots if they have weights or a hash chooses. If it
 	// is 0 and Scheduled is false, nobody answers, and Empty says what happens to the packet.
 	Endpoints int
-	Empty     Verdict
+	// AtMost says that Endpoints is a bound: the pool has up to a fifth less.
+	AtMost bool
+	Empty  Verdict
 	// Scheduled says that IPVS chooses the endpoint.
 	Scheduled bool
 	// Sticky says that the pool has session affinity.
@@ -30,6 +32,9 @@ type FrontendCount struct {
 	Pool uint32
 	// Uncounted says that the frontend has no counter, because counters would take too much memory. Packets is then 0.
 	Uncounted bool
+	// Indirect says that the kernel finds the pool in two steps: clients from outside have another, or source ranges
+	// restrict who may use the frontend.
+	Indirect bool
 	// Packets counts new connections or, where nobody answers, every packet. It restarts at 0 when the backend rewrites
 	// the frontend: when its Pool changes, and when its first endpoint comes or its last one goes. Ports with more than
 	// MaxResetFrontends frontends are not rewritten in the latter case.

@@ -2,10 +2,12 @@ package dataplane
 
 import (
 	"fmt"
+	"math/big"
 	"net/netip"
 	"slices"
-	"strings"
 	"time"
+
+	"github.com/verdict-proxy/verdict/internal/units"
 )
 
 // Disagreement says in what the objects and the kernel differ about one packet. At most one of Endpoint
@@ -65,7 +67,7 @@ func rememberText(d time.Duration) string {
 	if d == 0 {
 		return "none"
 	}
-	return spanText(d)
+	return units.Span(d)
 }
 
 // endpointDisagreements compares the endpoints, their chances and what they see.
@@ -112,26 +114,26 @@ func (t *Trace) endpointDisagreements(x *Explanation) (out []Disagreement) {
 }
 
 // chance is a share of all connections. The zero chance is none.
-type chance struct{ share, of int }
+type chance struct{ share, of *big.Int }
 
 func (c chance) plus(share, of int) chance {
-	switch c.of {
-	case 0:
-		return chance{share, of}
-	case of:
-		return chance{c.share + share, of}
+	s, o := big.NewInt(int64(share)), big.NewInt(int64(of))
+	if c.of == nil {
+		return chance{s, o}
 	}
-	return chance{c.share*of + share*c.of, c.of * of}
+	divisor := new(big.Int).GCD(nil, nil, c.of, o)
+	each, other := o.Quo(o, divisor), new(big.Int).Quo(c.of, divisor)
+	sum := new(big.Int).Mul(c.share, each)
+	return chance{sum.Add(sum, s.Mul(s, other)), new(big.Int).Mul(c.of, each)}
 }
 
 // alike reports whether a chance is a share of a total. A rounded one may be off by less than one of the parts into
 // which the kernel divides all connections, or by one per cent.
 func (c chance) alike(share, total int, rounded bool) bool {
-	off := c.share*total - share*c.of
-	if off < 0 {
-		off = -off
-	}
-	return off == 0 || rounded && (off < total || 100*off <= share*c.of)
+	all, want := big.NewInt(int64(total)), new(big.Int).Mul(big.NewInt(int64(share)), c.of)
+	off := new(big.Int).Mul(c.share, all)
+	off.Abs(off.Sub(off, want))
+	return off.Sign() == 0 || rounded && (off.Cmp(all) < 0 || off.Mul(off, big.NewInt(100)).Cmp(want) <= 0)
 }
 
 func seesText(node bool) string {
@@ -139,16 +141,4 @@ func seesText(node bool) string {
 		return "it sees an address of this node"
 	}
 	return "it sees the sender's own address"
-}
-
-// spanText writes whole seconds as nft does: 1h30m.
-func spanText(d time.Duration) string {
-	text := d.Truncate(time.Second).String()
-	if strings.HasSuffix(text, "m0s") {
-		text = strings.TrimSuffix(text, "0s")
-	}
-	if strings.HasSuffix(text, "h0m") {
-		text = strings.TrimSuffix(text, "0m")
-	}
-	return text
 }

@@ -49,24 +49,25 @@ func TestEject(t *testing.T) {
 		cluster, local    string
 	}{
 		{"all are healthy", on, 0, false, "1@here 2@here 3@x", "", "1 2 3/+", "1 2/+"},
-		{"one is not", on, 0, false, "1@here 2@here 3@x", "1:u5", "2 3/1+", "2/1"},
+		{"one is not", on, 0, false, "1@here 2@here 3@x", "1:u5", "2 3/1+", "2/1+"},
 		{"the last one stays", on, 0, false, "1@here", "1:u5", "1/", "1/"},
-		{"half of two", on, 0, false, "1@here 2@here", "1:u5 2:u4", "1/2", "1/2"},
+		{"half of two", on, 0, false, "1@here 2@here", "1:u5 2:u4", "1/2+", "1/2+"},
+		{"half of two, and the one that stays refuses", on, 0, false, "1@here 2@here", "1:r5 2:u4", "1/2", "1/2"},
 		{"half of five, the longest first", on, 0, false, "1@x 2@x 3@x 4@x 5@x", "1:u3 2:u2 3:r9 4:u1 5:u4", "1 3 5/2 4+",
 			"drop"},
 		{"since the same time: by address", on, 0, false, "1@x 2@x 3@x", "2:u1 3:u1", "1 3/2+", "drop"},
-		{"each pool has its own half", on, 0, false, "1@here 2@here 3@x 4@x", "1:u5 2:u6 3:u4", "2 4/1 3+", "2/1"},
+		{"each pool has its own half", on, 0, false, "1@here 2@here 3@x 4@x", "1:u5 2:u6 3:u4", "2 4/1 3+", "2/1+"},
 		{"all that stay refuse", on, 0, false, "1@x 2@x 3@x 4@x", "1:u1 2:u1 3:r2 4:r2", "3 4/1 2", "drop"},
 		{"one that stays does not answer", on, 0, false, "1@x 2@x 3@x 4@x", "1:u1 2:u1 3:r2 4:u2", "3 4/1 2+", "drop"},
 		{"affinity, all are healthy", on, 0, true, "1@x 2@x", "", "1 2/+", "drop"},
 		{"affinity, one is ejected", on, 0, true, "1@x 2@x 3@x", "1:r1", "2 3/1+", "drop"},
 		{"affinity, one that stays is not healthy", on, 0, true, "1@x 2@x 3@x", "1:r1 2:u2", "2 3/1", "drop"},
 		{"health of others", on, 0, false, "1@x 2@x", "7:u1 8:u1", "1 2/+", "drop"},
-		{"health of one that is not ready", on, 0, false, "1@x 2@x:U 3@x", "2:u1 3:u2", "1/3", "drop"},
-		{"the fallback to terminating ones", on, 0, false, "1@x:T 2@x:T", "1:u1", "2/1", "drop"},
+		{"health of one that is not ready", on, 0, false, "1@x 2@x:U 3@x", "2:u1 3:u2", "1/3+", "drop"},
+		{"the fallback to terminating ones", on, 0, false, "1@x:T 2@x:T", "1:u1", "2/1+", "drop"},
 		{"the node observes", observe, 0, false, "1@x 2@x", "1:u1", "1 2/", "drop"},
 		{"the Service observes", on, observe, false, "1@x 2@x", "1:u1", "1 2/", "drop"},
-		{"the Service asks for it", observe, on, false, "1@x 2@x", "1:u1", "2/1", "drop"},
+		{"the Service asks for it", observe, on, false, "1@x 2@x", "1:u1", "2/1+", "drop"},
 		{"the Service asks for nothing", on, off, false, "1@x 2@x", "1:u1", "1 2/", "drop"},
 		{"the node's off is last", off, on, false, "1@x 2@x", "1:u1", "1 2/", "drop"},
 		{"the zero Config is off", 0, on, false, "1@x 2@x", "1:u1", "1 2/", "drop"},
@@ -154,7 +155,7 @@ func TestEjectionFollowsHealth(t *testing.T) {
 	}
 	s.expect("again", health("a", "2:u9"), "a |")
 	s.p.SetConfig(Config{SecondChance: snapshot.SecondChanceObserve})
-	s.expect("the node only observes", snapshot.Change{}, "a b |")
+	s.expect("the node only observes", snapshot.Change{}, "globals a b |")
 	if p := cluster(); numbers(p) != "1 2" || p.RetryRefused {
 		t.Errorf("pool %+v", p)
 	}

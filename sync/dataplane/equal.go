@@ -59,7 +59,8 @@ func (sp *ServicePort) which(p *Pool) poolName {
 
 func (p *Pool) equal(o *Pool) bool {
 	return p == o || p.Empty == o.Empty && p.RetryRefused == o.RetryRefused &&
-		slices.Equal(p.Endpoints, o.Endpoints) && slices.EqualFunc(p.Ejected, o.Ejected, equalUnhealthy)
+		slices.Equal(p.Endpoints, o.Endpoints) && slices.EqualFunc(p.Ejected, o.Ejected, equalUnhealthy) &&
+		slices.EqualFunc(p.Kept, o.Kept, equalUnhealthy)
 }
 
 func equalScheduling(a, b *Scheduling) bool {
@@ -67,5 +68,5 @@ func equalScheduling(a, b *Scheduling) bool {
 }
 
 func equalUnhealthy(a, b snapshot.Unhealthy) bool {
-	return a.Endpoint == b.Endpoint && a.Cause == b.Cause && a.Since.Equal(b.Since)
+	return a.Endpoint == b.Endpoint && a.Cause == b.Cause && a.Since.Equal(b.Since) && a.Doubtful == b.Doubtful
 }

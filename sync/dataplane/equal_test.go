@@ -15,7 +15,7 @@ func TestEqual(t *testing.T) {
 	testkit.Compares(t, (*Service).equal, "Ports[].Frontends[].Routes[].Pool")
 	testkit.Compares(t, equalScheduling)
 	testkit.Compares(t, (*IPVS).equal)
-	testkit.Compares(t, (*host).equal, "loopback") // follows from nodePortAddrs
+	testkit.Compares(t, (*host).equal, "loopback", "settings") // which follow from nodePortAddrs, and matter to no Service
 	testkit.Compares(t, (*Service).sameClaims, "Name", "ClusterIPs", "SilentClusterIPs", "PingableIPs",
 		"LoadBalancerIPs", "HealthCheckNodePort", "OverCapacity", "Counters", "Ports[].Hash",
 		"Ports[].Affinity", "Ports[].Cluster", "Ports[].Local", "Ports[].Serving", "Ports[].Scheduling",
@@ -26,19 +26,20 @@ func TestEqual(t *testing.T) {
 // TestSetGlobals: a State takes over every field that is no Service's, and tells of a change of any of them.
 func TestSetGlobals(t *testing.T) {
 	h, cidrs := testkit.Filled[host](), []netip.Prefix{netip.MustParsePrefix("10.96.0.0/16")}
+	found := []Overlap{{Range: cidrs[0], Shared: cidrs[0]}}
 	for field := range reflect.TypeFor[State]().Fields() {
 		if field.Name == "Services" {
 			continue
 		}
 		st := &State{}
-		st.setGlobals(h, cidrs)
+		st.setGlobals(h, cidrs, found)
 		reflect.ValueOf(st).Elem().FieldByIndex(field.Index).SetZero()
-		if !st.setGlobals(h, cidrs) {
+		if !st.setGlobals(h, cidrs, found) {
 			t.Errorf("nobody notices that %s changed", field.Name)
 		}
 	}
 	st := &State{}
-	if !st.setGlobals(h, cidrs) || st.setGlobals(h, cidrs) {
+	if !st.setGlobals(h, cidrs, found) || st.setGlobals(h, cidrs, found) {
 		t.Error("a change is told once")
 	}
 }

@@ -16,7 +16,8 @@ type Question struct {
 	Source netip.Addr
 	// Interface is the incoming interface; empty if unknown.
 	Interface string
-	Key       Key
+	// Key is the packet's destination. A ping has no port.
+	Key Key
 }
 
 // Origin says where a packet comes from, as far as policy asks. A packet of this node may also have a pod's address.
@@ -43,9 +44,11 @@ const (
 	Dropped
 	// Scheduled: IPVS sends it to an endpoint.
 	Scheduled
+	// Answered: this node itself answers it, which is a ping.
+	Answered
 )
 
-var outcomeNames = [...]string{"untouched", "endpoint", "reject", "drop", "ipvs"}
+var outcomeNames = [...]string{"untouched", "endpoint", "reject", "drop", "ipvs", "answered"}
 
 func (o Outcome) String() string { return outcomeNames[o] }
 
@@ -54,7 +57,8 @@ type Cause uint8
 
 // The causes, each with the outcome it leads to.
 const (
-	// NotService: no Service answers at that address and port, and the address is not a cluster IP. Untouched.
+	// NotService: no Service answers at that address and port, and the address is not a cluster IP, or it is this host's,
+	// or in State.SharedRanges. Untouched.
 	NotService Cause = iota
 	// FrontendFound: a Service answers with an endpoint. Sent.
 	FrontendFound
@@ -77,11 +81,13 @@ const (
 	// FailoverPassed: the externalTrafficPolicy is Local, this node has no usable endpoint, and the Service asks that
 	// packets pass. Untouched.
 	FailoverPassed
+	// PingAnswered: a Service has a usable endpoint at the address, whose pings this node answers. Answered.
+	PingAnswered
 )
 
 var causeNames = [...]string{
 	"not-a-service", "service", "no-endpoints", "no-local-endpoints", "unused-port", "unallocated", "source-ranges",
-	"loopback", "scheduled", "failover-pass",
+	"loopback", "scheduled", "failover-pass", "ping",
 }
 
 func (c Cause) String() string { return causeNames[c] }
@@ -89,7 +95,7 @@ func (c Cause) String() string { return causeNames[c] }
 // Outcome returns the outcome that the cause leads to.
 func (c Cause) Outcome() Outcome {
 	return [...]Outcome{Untouched, Sent, Rejected, Dropped, Rejected, Dropped, Dropped, Dropped, Scheduled,
-		Untouched}[c]
+		Untouched, Answered}[c]
 }
 
 // Explanation is the answer to a Question, with everything that led to it.
@@ -100,6 +106,8 @@ type Explanation struct {
 	// Port and Frontend answer at the Question's Key; nil if no Service answers.
 	Port     *ServicePort
 	Frontend *Frontend
+	// Object is the Service that answers; nil if none does.
+	Object *snapshot.Service
 	// Claims are all claims on that Key; the first one wins.
 	Claims []Claim
 	// Source is the source range that lets the sender in, if the frontend has any.
@@ -125,6 +133,8 @@ type Explanation struct {
 	Unserved   []snapshot.Name
 	// CIDR is the ServiceCIDR that holds an Unallocated address.
 	CIDR netip.Prefix
+	// Pings says that this node answers pings of addresses of Services, in the Question's family.
+	Pings bool
 }
 
 // NearMiss is another frontend's Key with its Claim.
@@ -145,6 +155,10 @@ type EndpointDecision struct {
 	// not off; otherwise nil. An endpoint that is Included nevertheless is kept: SecondChance only observes, or as many
 	// as allowed are ejected already.
 	Unhealthy *snapshot.Unhealthy
+	// Nowhere says that the endpoint is Included although its address is one of Services. Nobody answers there: a
+	// connection is translated once. Owner is the Service that has it as its cluster IP; the zero Name if none has.
+	Nowhere bool
+	Owner   snapshot.Name
 	// Starting says how the endpoint starts, if it is Included and gets less than its share for that reason.
 	Starting *snapshot.StartingEndpoint
 }
@@ -187,8 +201,9 @@ type SkippedSlice struct {
 // Explain returns what happens to a packet, and why. It agrees with the State that Compute returns, at a small part of
 // the cost.
 func Explain(cfg Config, s *snapshot.Snapshot, q Question) *Explanation {
-	b := builder{host: newHost(cfg, s), reserved: reservedIn(s)}
-	e := explainer{builder: b, s: s, x: &Explanation{Question: q, Zone: s.Node.Zone}}
+	found := Overlaps(cfg, s)
+	b := builder{host: newHost(cfg, s, found), reserved: reservedIn(s)}
+	e := explainer{builder: b, s: s, shared: sharedRanges(found), x: &Explanation{Question: q, Zone: s.Node.Zone}}
 	e.x.Origin = e.origin()
 	e.fillBudget()
 	e.claimants()
@@ -198,22 +213,27 @@ func Explain(cfg Config, s *snapshot.Snapshot, q Question) *Explanation {
 	e.x.Cause = e.cause()
 	if e.x.Frontend != nil {
 		e.endpoints()
+		e.nowhere()
 	}
 	return e.x
 }
 
 // PodsOf returns how pods are recognized, in IPv4 and in IPv6.
-func PodsOf(cfg Config, s *snapshot.Snapshot) ipfamily.Per[Pods] { return newHost(cfg, s).pods }
+func PodsOf(cfg Config, s *snapshot.Snapshot) ipfamily.Per[Pods] { return newHost(cfg, s, nil).pods }
 
 // explainer builds an Explanation.
 type explainer struct {
 	builder
 	s *snapshot.Snapshot
 	x *Explanation
+	// shared are the State's SharedRanges.
+	shared []netip.Prefix
 	// allocated says that a Service has the address as its cluster IP.
 	allocated bool
 	// balanced says that a Service has it as its load balancer address, of which unused ports are rejected.
 	balanced bool
+	// silent says that the cluster IP answers no ping, and pingable that the load balancer address does.
+	silent, pingable bool
 }
 
 // origin returns where the packet comes from.
@@ -289,7 +309,11 @@ func (e *explainer) claimants() {
 		}
 		here := false
 		answer := e.service(e.s, n)
-		e.balanced = e.balanced || answer != nil && slices.Contains(answer.LoadBalancerIPs, q.Key.Addr)
+		if answer != nil {
+			e.balanced = e.balanced || slices.Contains(answer.LoadBalancerIPs, q.Key.Addr)
+			e.silent = e.silent || slices.Contains(answer.SilentClusterIPs, q.Key.Addr)
+			e.pingable = e.pingable || slices.Contains(answer.PingableIPs, q.Key.Addr)
+		}
 		for _, sp := range answer.ports() {
 			for i := range sp.Frontends {
 				fe := &sp.Frontends[i]
@@ -318,7 +342,7 @@ func (e *explainer) claimants() {
 	slices.SortFunc(x.Unserved, snapshot.Name.Compare)
 	if len(x.Claims) > 0 {
 		f := answers[x.Claims[0]]
-		x.Port, x.Frontend = f.sp, f.fe
+		x.Port, x.Frontend, x.Object = f.sp, f.fe, e.s.Services[f.sp.Name.Service]
 	}
 }
 
@@ -348,21 +372,39 @@ func (e *explainer) cause() Cause {
 		return FromOutsideToLoopback
 	}
 	if f == nil {
-		i := slices.IndexFunc(e.s.ServiceCIDRs, func(p netip.Prefix) bool { return p.Contains(addr) })
-		switch {
-		case e.allocated:
-			return UnusedPort
-		case i >= 0:
-			x.CIDR = e.s.ServiceCIDRs[i]
-			return Unallocated
-		case e.balanced && !x.Origin.Node && !x.Origin.Pod && !slices.Contains(e.s.HostAddrs, addr):
-			return UnusedPort
-		}
-		return NotService
+		return e.unserved(addr)
 	}
 	a := x.Port.Answer(f, x.Question.Source, x.Origin)
 	x.Source = a.Source
 	return a.Cause
+}
+
+// unserved returns why a packet to an address has its outcome if no frontend answers.
+func (e *explainer) unserved(addr netip.Addr) Cause {
+	x := e.x
+	ping, outside := x.Question.Key.Protocol.IsPing(), !x.Origin.Node && !x.Origin.Pod
+	x.Pings = e.host.pingAddrs[ipfamily.Of(addr)].IsValid()
+	if ping && x.Pings && e.allocated && !e.silent {
+		return PingAnswered
+	}
+	if contain(e.shared, addr) || slices.Contains(e.s.HostAddrs, addr) {
+		return NotService
+	}
+	i := slices.IndexFunc(e.s.ServiceCIDRs, func(p netip.Prefix) bool { return p.Contains(addr) })
+	switch {
+	case e.allocated && e.silent && ping:
+		return NoEndpoints
+	case e.allocated:
+		return UnusedPort
+	case i >= 0:
+		x.CIDR = e.s.ServiceCIDRs[i]
+		return Unallocated
+	case ping && e.pingable && outside:
+		return PingAnswered
+	case e.balanced && outside:
+		return UnusedPort
+	}
+	return NotService
 }
 
 // HasInterface reports whether packets from an interface come from a pod, if pods are recognized by interface.
@@ -427,6 +469,30 @@ func (e *explainer) endpoints() {
 		x.Endpoints = append(x.Endpoints, con)
 	}
 	e.skippedSlices(p, f)
+}
+
+// nowhere finds the endpoints whose addresses are of Services.
+func (e *explainer) nowhere() {
+	owners := map[netip.Addr]snapshot.Name{}
+	for i := range e.x.Endpoints {
+		c := &e.x.Endpoints[i]
+		if c.Nowhere = c.Reason.Included() && inRanges(c.Addr(), e.s.ServiceCIDRs, e.shared); c.Nowhere {
+			owners[c.Addr()] = snapshot.Name{}
+		}
+	}
+	if len(owners) == 0 {
+		return
+	}
+	for n, svc := range e.s.Services {
+		for _, a := range svc.ClusterIPs {
+			if _, asked := owners[a]; asked {
+				owners[a] = n
+			}
+		}
+	}
+	for i := range e.x.Endpoints {
+		e.x.Endpoints[i].Owner = owners[e.x.Endpoints[i].Addr()]
+	}
 }
 
 // endpointIn returns a candidate with its weight in the pool, if it is there.

@@ -16,9 +16,9 @@ func TestExplainAgreesWithCompute(t *testing.T) {
 	usual := slotLimits
 	slotLimits.MaxPerNamespace = hashSlots
 	defer func() { slotLimits = usual }()
-	r := rand.New(rand.NewPCG(7, 8))
+	r, pinged := rand.New(rand.NewPCG(7, 8)), rand.New(rand.NewPCG(7, 9))
 	causes, reasons, sees, left := map[Cause]int{}, map[Reason]int{}, map[SourceSeen]int{}, map[NotScheduled]int{}
-	for range 1600 {
+	for range 3200 {
 		data := make([]byte, 400)
 		for j := range data {
 			data[j] = byte(r.Uint32())
@@ -38,6 +38,11 @@ func TestExplainAgreesWithCompute(t *testing.T) {
 			s.Apply(snapshot.Delta{HostAddrs: &here})
 		}
 		st, conflicts := Compute(cfg, s)
+		for _, q := range pings(pinged) {
+			x := Explain(cfg, s, q)
+			checkExplanation(t, st, conflicts, s, x)
+			causes[x.Cause]++
+		}
 		for _, k := range questionKeys(st, r) {
 			q := Question{Source: sources(k.Addr)[r.IntN(len(sources(k.Addr)))], Key: k, Interface: []string{"", "cni0",
 				"eth0"}[r.IntN(3)]}
@@ -76,6 +81,19 @@ func questionKeys(st *State, r *rand.Rand) (keys []Key) {
 	return keys
 }
 
+// pings are questions about pings of addresses that are likely to be of Services.
+func pings(r *rand.Rand) (questions []Question) {
+	for range 10 {
+		q := Question{Key: Key{Addr: walkVIPs[r.IntN(len(walkVIPs))], Protocol: snapshot.ICMP}}
+		if q.Key.Addr.Is6() {
+			q.Key.Protocol = snapshot.ICMPv6
+		}
+		q.Source = sources(q.Key.Addr)[r.IntN(len(sources(q.Key.Addr)))]
+		questions = append(questions, q)
+	}
+	return questions
+}
+
 // sources are senders of a family: endpoints, this node, pods, and others.
 func sources(of netip.Addr) []netip.Addr {
 	if of.Is4() {
@@ -102,7 +120,7 @@ func checkExplanation(t *testing.T, st *State, conflicts []Conflict, s *snapshot
 		return
 	}
 	if fe == nil {
-		if want := causeWithout(st, s, x); x.Cause != want {
+		if want := causeWithout(st, s, x); x.Cause != want && !ousted(st, s, q.Key.Addr) {
 			t.Fatalf("%v: %v, want %v", q, x.Cause, want)
 		}
 		return
@@ -134,6 +152,17 @@ func checkExplanation(t *testing.T, st *State, conflicts []Conflict, s *snapshot
 	checkTaken(t, st, x, route)
 }
 
+// ousted reports whether a Service that names an address has lost all its frontends, there and elsewhere, to
+// others. Then it has no part in the State. Explain looks at one address and does not know.
+func ousted(st *State, s *snapshot.Snapshot, a netip.Addr) bool {
+	for n, svc := range s.Services {
+		if named, _ := referencesKey(svc, Key{Addr: a}); named && st.Services[n] == nil {
+			return true
+		}
+	}
+	return false
+}
+
 // unserved returns the Services that name an address and have no frontend there, not even one that another has won.
 func unserved(st *State, conflicts []Conflict, s *snapshot.Snapshot, a netip.Addr) (names []snapshot.Name) {
 	for n, svc := range s.Services {
@@ -156,7 +185,8 @@ func servicesAlone(st *State, f *Frontend) bool {
 	case NodePort:
 		return true
 	case ClusterIP:
-		return st.ServiceCIDRs == nil || contain(st.ServiceCIDRs, a) || contain(st.IPVSAddresses, a)
+		return (st.ServiceCIDRs == nil || contain(st.ServiceCIDRs, a)) && !contain(st.SharedRanges, a) ||
+			contain(st.IPVSAddresses, a)
 	case LoadBalancerIP:
 		return contain(st.IPVSAddresses, a)
 	}
@@ -226,24 +256,34 @@ func holds(st *State, s *snapshot.Snapshot, f From, q Question) bool {
 
 // causeWithout is what happens to packets to an address that are for no frontend.
 func causeWithout(st *State, s *snapshot.Snapshot, x *Explanation) Cause {
-	a := x.Question.Key.Addr
-	here := slices.Contains(s.HostAddrs, a)
+	a, ping := x.Question.Key.Addr, x.Question.Key.Protocol.IsPing()
+	outside := !x.Origin.Node && !x.Origin.Pod
+	var allocated, silent, balanced, pingable bool
 	for _, svc := range st.Services {
+		silent = silent || slices.Contains(svc.SilentClusterIPs, a)
+		balanced = balanced || slices.Contains(svc.LoadBalancerIPs, a)
+		pingable = pingable || slices.Contains(svc.PingableIPs, a)
 		for _, sp := range svc.Ports {
 			for _, f := range sp.Frontends {
-				if f.Kind == ClusterIP && f.Key.Addr == a {
-					return UnusedPort
-				}
+				allocated = allocated || f.Kind == ClusterIP && f.Key.Addr == a
 			}
 		}
 	}
-	if contain(st.ServiceCIDRs, a) {
+	switch {
+	case ping && allocated && !silent && st.PingAddrs[ipfamily.Of(a)].IsValid():
+		return PingAnswered
+	case !st.Refuses(a, s.HostAddrs):
+		return NotService
+	case allocated && ping && silent:
+		return NoEndpoints
+	case allocated:
+		return UnusedPort
+	case contain(st.ServiceCIDRs, a):
 		return Unallocated
-	}
-	for _, svc := range st.Services {
-		if slices.Contains(svc.LoadBalancerIPs, a) && !here && !x.Origin.Node && !x.Origin.Pod {
-			return UnusedPort
-		}
+	case outside && ping && pingable:
+		return PingAnswered
+	case outside && balanced:
+		return UnusedPort
 	}
 	return NotService
 }

@@ -139,7 +139,7 @@ func checkEjected(t *testing.T, st *State, sp *ServicePort, p *Pool) {
 		t.Fatalf("%v: %v are ejected, %v are left", sp.Name, p.Ejected, p.Endpoints)
 	}
 	on := sp.SecondChance == snapshot.SecondChanceOn
-	if !on && (p.Ejected != nil || p.RetryRefused) || p.RetryRefused && len(p.Endpoints) < 2 {
+	if !on && (p.Ejected != nil || p.RetryRefused) || p.RetryRefused && len(p.Endpoints)+len(p.Ejected) < 2 {
 		t.Fatalf("%v: second chance %v, yet %+v", sp.Name, sp.SecondChance, p)
 	}
 	if sp.SecondChance == snapshot.SecondChanceDefault ||

@@ -188,7 +188,7 @@ func (d *dice) slice(n snapshot.Name) *snapshot.Slice {
 func (d *dice) delta() snapshot.Delta {
 	delta := snapshot.Delta{Services: map[snapshot.Name]*snapshot.Service{}, Slices: map[snapshot.Name]*snapshot.Slice{}}
 	for range 1 + d.n(4) {
-		switch d.n(15) {
+		switch d.n(17) {
 		case 0, 1, 2, 3:
 			n := pick(d, walkNames...)
 			delta.Services[n] = d.service(n)
@@ -218,6 +218,14 @@ func (d *dice) delta() snapshot.Delta {
 				delta.Starting = map[snapshot.Name]*snapshot.Starting{}
 			}
 			delta.Starting[pick(d, walkNames...)] = d.starting()
+		case 15:
+			delta.HostNetworks = &snapshot.HostNetworks{Own: some(d, prefixes("192.168.0.0/24 10.0.0.0/8")...),
+				Routes: some(d, prefixes("10.96.0.0/24 10.96.0.0/16 198.51.100.0/25 fd00:96::/48")...), TooMany: d.n(16) == 1}
+		case 16:
+			sl := d.slice(KubernetesService)
+			sl.Service = KubernetesService.Name
+			sl.Endpoints = append(sl.Endpoints, endpoint(pick(d, "10.96.0.9", "192.168.0.9", "fd00:96::1"), "there"))
+			delta.Slices[KubernetesService] = sl
 		}
 	}
 	return delta

@@ -37,12 +37,18 @@ type host struct {
 	// pingAddrs are the addresses of this node that answer a ping of a Service address; the zero Addr: none does.
 	pingAddrs         ipfamily.Per[netip.Addr]
 	rejectUnusedPorts bool
-	// ipvs says which Services IPVS schedules. serviceCIDRs are set only if it schedules any.
+	// podsFirst is Config.AsKubeProxy.
+	podsFirst bool
+	// settings are the configuration's Lines.
+	settings []string
+	// ipvs says which Services IPVS schedules. serviceCIDRs, and which parts of them others use, too, are set only if it
+	// schedules any.
 	ipvs         IPVS
 	serviceCIDRs []netip.Prefix
+	shared       []netip.Prefix
 }
 
-func newHost(cfg Config, s *snapshot.Snapshot) host {
+func newHost(cfg Config, s *snapshot.Snapshot, found []Overlap) host {
 	h := host{
 		nodeName:      cfg.NodeName,
 		zone:          s.Node.Zone,
@@ -54,9 +60,11 @@ func newHost(cfg Config, s *snapshot.Snapshot) host {
 		ipvs:          cfg.IPVS,
 
 		rejectUnusedPorts: cfg.RejectUnusedPorts,
+		podsFirst:         cfg.AsKubeProxy,
+		settings:          cfg.Lines(),
 	}
 	if h.ipvs.Mode != IPVSNever {
-		h.serviceCIDRs = s.ServiceCIDRs
+		h.serviceCIDRs, h.shared = s.ServiceCIDRs, sharedRanges(found)
 	}
 	for _, f := range ipfamily.All {
 		h.nodePortAddrs[f] = nodePortAddrs(cfg, s, f)
@@ -74,25 +82,28 @@ func newHost(cfg Config, s *snapshot.Snapshot) host {
 func (h *host) equal(o *host) bool {
 	return h.nodeName == o.nodeName && h.zone == o.zone && h.masqueradeAll == o.masqueradeAll &&
 		h.noExternalIPs == o.noExternalIPs && h.secondChance == o.secondChance &&
-		h.pingAddrs == o.pingAddrs && h.rejectUnusedPorts == o.rejectUnusedPorts &&
+		h.pingAddrs == o.pingAddrs && h.rejectUnusedPorts == o.rejectUnusedPorts && h.podsFirst == o.podsFirst &&
 		h.ipvs.equal(&o.ipvs) && slices.Equal(h.serviceCIDRs, o.serviceCIDRs) &&
-		slices.Equal(h.addresses, o.addresses) && h.pods == o.pods &&
+		slices.Equal(h.shared, o.shared) && slices.Equal(h.addresses, o.addresses) && h.pods == o.pods &&
 		slices.Equal(h.nodePortAddrs[ipfamily.IPv4], o.nodePortAddrs[ipfamily.IPv4]) &&
 		slices.Equal(h.nodePortAddrs[ipfamily.IPv6], o.nodePortAddrs[ipfamily.IPv6])
 }
 
 // setGlobals writes everything in a State that belongs to no Service, and returns whether that changed anything.
 // Kubernetes lets ServiceCIDRs overlap.
-func (st *State) setGlobals(h *host, serviceCIDRs []netip.Prefix) (changed bool) {
+func (st *State) setGlobals(h *host, serviceCIDRs []netip.Prefix, found []Overlap) (changed bool) {
 	serviceCIDRs = outermost(slices.Clone(serviceCIDRs))
 	evidence := h.secondChance != snapshot.SecondChanceOff
-	changed = st.Evidence != evidence || st.Pods4 != h.pods[ipfamily.IPv4] || st.Pods6 != h.pods[ipfamily.IPv6] ||
+	changed = st.Evidence != evidence || st.PodsFirst != h.podsFirst ||
+		st.Pods4 != h.pods[ipfamily.IPv4] || st.Pods6 != h.pods[ipfamily.IPv6] ||
 		st.MasqueradeAll != h.masqueradeAll || st.PingAddrs != h.pingAddrs ||
 		st.LocalhostNodePorts != h.loopback || !slices.Equal(st.ServiceCIDRs, serviceCIDRs) ||
-		!slices.Equal(st.IPVSAddresses, h.ipvs.Addresses)
+		!slices.Equal(st.IPVSAddresses, h.ipvs.Addresses) || !slices.Equal(st.Settings, h.settings) ||
+		!slices.Equal(st.SharedRanges, sharedRanges(found))
 	st.Pods4, st.Pods6, st.MasqueradeAll = h.pods[ipfamily.IPv4], h.pods[ipfamily.IPv6], h.masqueradeAll
 	st.LocalhostNodePorts, st.ServiceCIDRs, st.IPVSAddresses = h.loopback, serviceCIDRs, h.ipvs.Addresses
-	st.Evidence, st.PingAddrs = evidence, h.pingAddrs
+	st.PodsFirst, st.SharedRanges = h.podsFirst, sharedRanges(found)
+	st.Evidence, st.PingAddrs, st.Settings = evidence, h.pingAddrs, h.settings
 	return changed
 }
 
@@ -143,7 +154,7 @@ func nodePortAddrs(cfg Config, s *snapshot.Snapshot, f ipfamily.Family) []netip.
 	if cfg.NodePortPrimary || len(cfg.NodePortAddresses) == 0 {
 		addrs = primaryAddr(nodeAddrs(cfg.NodeIP, s.Node.Addresses), s.HostAddrs, f)
 	}
-	for _, a := range listedAddrs(cfg.NodePortAddresses, s, f) {
+	for _, a := range listedAddrs(cfg, s, f) {
 		if !slices.Contains(addrs, a) {
 			addrs = append(addrs, a)
 		}
@@ -170,7 +181,8 @@ func primaryAddr(node, host []netip.Addr, f ipfamily.Family) []netip.Addr {
 // If the list does not mention a family, kube-proxy opens node ports on all of its addresses, so an IPv4 list leaves
 // IPv6 open. Here a list is a restriction, and such a family has no node ports. 0.0.0.0/0 or ::/0 stands for all of a
 // family.
-func listedAddrs(ranges []netip.Prefix, s *snapshot.Snapshot, f ipfamily.Family) []netip.Addr {
+func listedAddrs(cfg Config, s *snapshot.Snapshot, f ipfamily.Family) []netip.Addr {
+	ranges, node := cfg.NodePortAddresses, nodeAddrs(cfg.NodeIP, s.Node.Addresses)
 	candidates := s.HostAddrs
 	if len(candidates) == 0 {
 		for _, r := range ranges {
@@ -181,7 +193,10 @@ func listedAddrs(ranges []netip.Prefix, s *snapshot.Snapshot, f ipfamily.Family)
 	}
 	var addrs []netip.Addr
 	for _, a := range candidates {
-		if f.Has(a) && answersNodePorts(a, ranges, s.ServiceCIDRs) {
+		// IPVS binds addresses of Services to a dummy device, and node ports would multiply by cluster IPs. But the node's
+		// own address may be in their range.
+		ofService := contain(s.ServiceCIDRs, a) && !slices.Contains(node, a)
+		if f.Has(a) && !ofService && answersNodePorts(a, ranges) {
 			addrs = append(addrs, a)
 		}
 	}
@@ -190,13 +205,12 @@ func listedAddrs(ranges []netip.Prefix, s *snapshot.Snapshot, f ipfamily.Family)
 
 // answersNodePorts reports whether node ports may answer at a host address.
 //
-// They never answer at loopback addresses, about which localhostNodePorts decides, nor at a Service's addresses: IPVS
-// binds those to a dummy device, and node ports would multiply by cluster IPs. They answer at IPv6 link-local addresses
-// only if a range asks for nothing else: a frontend has no scope, so the same address on two links cannot be
+// They never answer at loopback addresses, about which localhostNodePorts decides. They answer at IPv6 link-local
+// addresses only if a range asks for nothing else: a frontend has no scope, so the same address on two links cannot be
 // distinguished, and ::/0 does not mean every pod's link. kube-proxy's IPVS mode also excludes them; its nftables mode
 // includes every address of type local.
-func answersNodePorts(a netip.Addr, ranges, serviceCIDRs []netip.Prefix) bool {
-	if a.IsLoopback() || contain(serviceCIDRs, a) {
+func answersNodePorts(a netip.Addr, ranges []netip.Prefix) bool {
+	if a.IsLoopback() {
 		return false
 	}
 	linkLocal := a.Is6() && a.IsLinkLocalUnicast()

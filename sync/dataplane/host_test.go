@@ -88,6 +88,8 @@ func TestNodePortAddresses(t *testing.T) {
 		{what: "the service ranges' addresses on an IPVS device", list: "0.0.0.0/0",
 			host:         "10.96.0.10 10.96.0.11 192.168.0.1",
 			serviceCIDRs: "10.96.0.0/16", want: "192.168.0.1"},
+		{what: "the node's own address in a service range", list: "0.0.0.0/0", node: "10.96.7.1",
+			host: "10.96.0.10 10.96.7.1", serviceCIDRs: "10.96.0.0/16", want: "10.96.7.1"},
 		{what: "a list, the host's addresses unknown", list: "192.168.0.0/24 192.168.0.7/32 fd00::7/128",
 			want: "192.168.0.7 fd00::7"},
 		{what: "an address on two interfaces", list: "192.168.0.0/24", host: "192.168.0.1 192.168.0.1", want: "192.168.0.1"},

@@ -17,9 +17,10 @@ type Settings struct {
 	Pods ipfamily.Per[Pods]
 	// MasqueradeAll and LocalhostNodePorts are as in Config.
 	MasqueradeAll, LocalhostNodePorts bool
-	// SecondChance is as in Config, as far as rules tell: SecondChanceObserve stands for rules that gather evidence and
-	// retry no Service. SecondChanceDefault says that it is not known.
-	SecondChance snapshot.SecondChance
+	// Config holds all settings in force but the node's name; nil if the backend, or the version that wrote the rules,
+	// writes none. Unhealthy are the endpoints that are ejected, and those that might be.
+	Config    *Config
+	Unhealthy []EndpointHealth
 	// Scheduler says that IPVS is in use here. If it is not, nothing can be left to it, whatever the objects ask for.
 	Scheduler bool
 }
@@ -58,6 +59,8 @@ type Trace struct {
 	// like, or empty if it is not known what is counted.
 	Connections *uint64
 	Counted     string
+	// Unhealthy are the endpoints of the pool that are ejected, and those that might be.
+	Unhealthy []EndpointHealth
 	// Scheduler is how IPVS chooses from the Destinations, if the packet is left to it.
 	Scheduler    string
 	Destinations []Destination
@@ -190,7 +193,7 @@ type InspectedTable struct {
 	Owner, Revision uint32
 	// Digest is what the table says it should hold, Found what it was found to hold; empty if that is not known.
 	Digest, Found string
-	// Elements is how many there are, and Unit what they are: "elements", "rules".
+	// Elements is how many there are, and Unit what one of them is: "element", "rule".
 	Elements int
 	Unit     string
 }
@@ -217,8 +220,9 @@ type CountersAsked struct {
 	All       bool
 	Frontends []FrontendCount
 	// Endpoints are frontends, as they were read before, of whose endpoints the counters are read too; those that share
-	// a pool are read once.
+	// a pool are read once. If they have very many, only the first are read, unless Whole is set.
 	Endpoints []FrontendCount
+	Whole     bool
 }
 
 // Counters are what the kernel has counted.
@@ -235,6 +239,8 @@ type Counters struct {
 	Endpoints []EndpointCount
 	// Scheduled are what IPVS says of frontends in Endpoints that are left to it, and of their endpoints.
 	Scheduled []SchedulerCount
+	// Unhealthy are the endpoints that are ejected, and those that might be.
+	Unhealthy []EndpointHealth
 	// Read is how many elements were read for it.
 	Read int
 }

@@ -13,7 +13,7 @@ type Change struct {
 	// Services are those whose value was replaced, added or removed; sorted and unique. All other Services are the same
 	// pointers as before.
 	Services []snapshot.Name
-	// Globals says that Pods4, Pods6, ServiceCIDRs, IPVSAddresses or LocalhostNodePorts changed.
+	// Globals says that Pods4, Pods6, ServiceCIDRs, SharedRanges, IPVSAddresses, LocalhostNodePorts or Settings changed.
 	Globals bool
 }
 
@@ -34,6 +34,8 @@ type Planner struct {
 	state        State
 	// before holds the earlier versions of the Services that the last Change names, in its order.
 	before []*Service
+	// overlaps are those of the last Apply.
+	overlaps []Overlap
 	// omittedConflicts is how many new conflicts the last Apply did not return.
 	omittedConflicts int
 }
@@ -61,6 +63,9 @@ func (p *Planner) Before() []*Service {
 // OmittedConflicts returns how many new conflicts of the last Apply are in none of the summaries that it returned.
 func (p *Planner) OmittedConflicts() int { return p.omittedConflicts }
 
+// Overlaps returns where the ServiceCIDRs are used by something other than Services. The list is never changed.
+func (p *Planner) Overlaps() []Overlap { return p.overlaps }
+
 // SetConfig replaces the configuration that the next Apply uses, whatever change Apply is given. It is the only method
 // that may be called at any time, also while Apply runs.
 func (p *Planner) SetConfig(cfg Config) { p.next.Store(&cfg) }
@@ -78,9 +83,10 @@ func (p *Planner) Apply(s *snapshot.Snapshot, c snapshot.Change) (Change, []Conf
 	if next != nil {
 		p.cfg = *next
 	}
-	if all || c.All || next != nil {
-		h := newHost(p.cfg, s)
-		change.Globals = p.state.setGlobals(&h, s.ServiceCIDRs) || all
+	if all || c.All || next != nil || slices.Contains(c.Services, KubernetesService) {
+		p.overlaps = Overlaps(p.cfg, s)
+		h := newHost(p.cfg, s, p.overlaps)
+		change.Globals = p.state.setGlobals(&h, s.ServiceCIDRs, p.overlaps) || all
 		all = all || !h.equal(&p.build.host)
 		p.build.host, p.started = h, true
 	}
@@ -113,6 +119,8 @@ type update struct {
 	// before holds the earlier claims on every key that was contested or has become so.
 	before  map[Key][]Claim
 	changed []replacement
+	// claimsOf are the claims of Services with many ports, as far as they were asked for.
+	claimsOf map[*Service]map[Key]Claim
 	// rewriting says that Services written from now on may have been written before in this update.
 	rewriting bool
 }
@@ -227,6 +235,18 @@ func (u *update) recordBefore(k Key, before []Claim) {
 // claimOf returns the claim of the only Service that claims a key.
 func (u *update) claimOf(n snapshot.Name, k Key) Claim {
 	owner := u.state.Services[n]
+	if len(owner.Ports) > fewSlicePorts { // and as many keys may be asked for
+		all := u.claimsOf[owner]
+		if all == nil {
+			all = make(map[Key]Claim, len(owner.Ports))
+			owner.eachClaim(func(k Key, c Claim) { all[k] = c })
+			if u.claimsOf == nil {
+				u.claimsOf = map[*Service]map[Key]Claim{}
+			}
+			u.claimsOf[owner] = all
+		}
+		return all[k]
+	}
 	for _, sp := range owner.Ports {
 		i, found := slices.BinarySearchFunc(sp.Frontends, k, func(f Frontend, k Key) int { return f.Key.Compare(k) })
 		if found {

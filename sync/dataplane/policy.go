@@ -54,7 +54,7 @@ func (c condition) holds(b bool) bool { return c == either || (c == yes) == b }
 // Traffic to an external address that starts on this node never left it. Under Local it is served as if it had gone out
 // to a load balancer and come back at a node that has an endpoint. Traffic from the node itself is masqueraded, because
 // its source may be the very address it goes to. A packet of this node may also have a pod's address, that of a bridge,
-// so the node's row comes first.
+// so the node's row comes first; see podsFirst.
 var policies = [...]struct {
 	external, local, pods, masqAll condition
 	failover                       failover
@@ -90,6 +90,15 @@ func rowsFor(external, local, pods, masqAll bool, f failover) []row {
 		}
 	}
 	panic("dataplane: the policy table has a gap")
+}
+
+// podsFirst puts the pods' row before the node's, as kube-proxy does: a packet of this node that has a pod's address is
+// a pod's.
+func podsFirst(rows []row) []row {
+	if len(rows) < 2 || rows[0].from != Node || rows[1].from != Pod {
+		return rows
+	}
+	return append([]row{rows[1], rows[0]}, rows[2:]...)
 }
 
 // anyLeadsTo reports whether any row leads to the pool.

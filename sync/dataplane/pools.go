@@ -118,9 +118,14 @@ func (b *builder) fillPools(sp *ServicePort, wantCluster, wantLocal bool) {
 		sp.Local = b.localSet()
 	}
 	pools := [...]*Pool{sp.Cluster, sp.Local}
-	if sp.SecondChance == snapshot.SecondChanceOn {
+	switch sp.SecondChance {
+	case snapshot.SecondChanceOn: // at most half of a pool, and thus never the last endpoint
 		for _, pool := range pools {
-			b.eject(pool)
+			b.eject(pool, len(pool.Endpoints)/2)
+		}
+	case snapshot.SecondChanceObserve:
+		for _, pool := range pools {
+			b.eject(pool, 0)
 		}
 	}
 	b.preferNear(sp.Name, sp.Cluster)
@@ -206,8 +211,8 @@ const (
 	// maxEndpoints bounds all ports of a Service in one family; the ports share it equally.
 	maxEndpoints = 1 << 17
 	// maxSlicePorts bounds the ports of all slices; slices beyond it are skipped.
-	maxSlicePorts = 1 << 16
-	// fewSlicePorts is how many slice ports are searched linearly for each port; an index costs as much as that.
+	maxSlicePorts = 1 << 17
+	// fewSlicePorts is how many ports are searched linearly for each port; an index costs as much as that.
 	fewSlicePorts = 64
 )
 

@@ -22,6 +22,8 @@ type Receipt struct {
 	Full bool
 	// Adopted says that the tables found in the kernel were already in sync, so nothing was written.
 	Adopted bool
+	// Repaired says that it corrected what others had changed, or may have: for a while the kernel held something else.
+	Repaired bool
 	// Added, Replaced and Removed count elements, or whatever the backend has instead.
 	Added, Replaced, Removed int
 	// Counted says what has counters from now on: one of Counted...; empty if the backend does not say.
@@ -32,11 +34,14 @@ type Receipt struct {
 	Messages, Bytes int
 	// Plan, Encode and Commit are the time for compiling and comparing, for encoding messages, and in the kernel.
 	Plan, Encode, Commit time.Duration
+	// Rest is how long the backend wants to be left alone, so that steady changes do not keep a processor busy.
+	Rest time.Duration
 }
 
 // Then adds a later receipt to this one.
 func (r Receipt) Then(o Receipt) Receipt {
 	r.Full, r.Adopted, r.Left = r.Full || o.Full, r.Adopted && o.Adopted, o.Left
+	r.Repaired = r.Repaired || o.Repaired
 	r.Counted = cmp.Or(o.Counted, r.Counted)
 	r.Added += o.Added
 	r.Replaced += o.Replaced
@@ -46,5 +51,6 @@ func (r Receipt) Then(o Receipt) Receipt {
 	r.Plan += o.Plan
 	r.Encode += o.Encode
 	r.Commit += o.Commit
+	r.Rest = max(r.Rest, o.Rest)
 	return r
 }

@@ -71,7 +71,7 @@ func (b *builder) reservedByOther(svc *snapshot.Service, f ipfamily.Family, k Ke
 		if o.Name == svc.Name {
 			continue
 		}
-		if slices.ContainsFunc(o.Ports, func(p snapshot.Port) bool { return p.Port == k.Port && p.Protocol == k.Protocol }) {
+		if b.has(o, k) {
 			return false
 		}
 		others = true
@@ -82,6 +82,29 @@ func (b *builder) reservedByOther(svc *snapshot.Service, f ipfamily.Family, k Ke
 	health := b.reserved.healthPorts[k.Port]
 	return health > 0 && svc.HealthCheckNodePort != k.Port && k.Protocol == snapshot.TCP &&
 		slices.Contains(b.host.nodePortAddrs[f], k.Addr)
+}
+
+// has reports whether another Service has the port of a key. This one may ask for very many keys of one with very many
+// ports.
+func (b *builder) has(o *snapshot.Service, k Key) bool {
+	if len(o.Ports) <= fewSlicePorts {
+		return slices.ContainsFunc(o.Ports, func(p snapshot.Port) bool {
+			return p.Port == k.Port && p.Protocol == k.Protocol
+		})
+	}
+	ports := b.others[o]
+	if ports == nil {
+		ports = make(map[portNumber]struct{}, len(o.Ports))
+		for i := range o.Ports {
+			ports[portNumber{o.Ports[i].Protocol, o.Ports[i].Port}] = struct{}{}
+		}
+		if b.others == nil {
+			b.others = map[*snapshot.Service]map[portNumber]struct{}{}
+		}
+		b.others[o] = ports
+	}
+	_, has := ports[portNumber{k.Protocol, k.Port}]
+	return has
 }
 
 // reservations keep reserved in sync with the snapshot.

@@ -101,6 +101,8 @@ const (
 	AtLoadBalancerIP
 	// OutsideServiceCIDRs: the ServiceCIDRs are known, and none holds the cluster IP.
 	OutsideServiceCIDRs
+	// InSharedRange: something other than Services has addresses around the cluster IP, and perhaps that one.
+	InSharedRange
 	// ServiceTooLarge: the Service asks for more than MaxPerService. All its frontends have this reason.
 	ServiceTooLarge
 	// NamespaceFull: with this Service, the Services of its namespace ask for more than MaxPerNamespace. All its frontends
@@ -119,6 +121,7 @@ var notScheduledTexts = [...]string{
 	"at an external IP, IPVS would take the whole address from whoever else has it",
 	"at a load balancer address outside of ipvsAddresses, IPVS would take the whole address from whoever else has it",
 	"at a cluster IP outside of the ServiceCIDRs, IPVS would take the whole address from whoever else has it",
+	"at a cluster IP in a range that others use, too, IPVS would take the whole address from whoever else has it",
 	"it asks IPVS for too many virtual services and destinations",
 	"with the older Services of its namespace, it asks IPVS for too many virtual services and destinations",
 	"it has session affinity, for which IPVS would remember every client, without a bound",
@@ -144,6 +147,8 @@ func (h *host) canTakeAddress(k Kind, a netip.Addr) NotScheduled {
 		return AtLoadBalancerIP
 	case len(h.serviceCIDRs) > 0 && !contain(h.serviceCIDRs, a):
 		return OutsideServiceCIDRs
+	case contain(h.shared, a):
+		return InSharedRange
 	}
 	return Schedulable
 }

@@ -38,6 +38,14 @@ type builder struct {
 	budget budget
 	// slots records what all Services ask of the slots of their namespaces.
 	slots budget
+	// others are the ports of other Services with many, for the Service that is being built.
+	others map[*snapshot.Service]map[portNumber]struct{}
+}
+
+// portNumber is a port at an address.
+type portNumber struct {
+	protocol snapshot.Protocol
+	number   uint16
 }
 
 // service returns what a Service of the snapshot asks for; nil if it is gone or has no port.
@@ -48,23 +56,22 @@ func (b *builder) service(s *snapshot.Snapshot, n snapshot.Name) *Service {
 		return nil
 	}
 	b.loadSlices(svc, s.Slices[n])
+	b.others = nil
 	b.health = s.Health[n]
 	b.schedule(svc)
 	b.starting = b.startingOf(s, svc)
 	out := &Service{Name: n, Age: svc.Age, ClusterIPs: svc.ClusterIPs, HealthCheckNodePort: svc.HealthCheckNodePort,
 		Counters: svc.Counters,
 		Ports:    make([]*ServicePort, 0, len(svc.ClusterIPs)*len(svc.Ports))}
+	ports := unique(svc.Ports)
 	for _, f := range ipfamily.All {
 		clusterIP := slices.IndexFunc(svc.ClusterIPs, f.Has)
 		if clusterIP < 0 {
 			continue
 		}
 		sources := b.sources(svc, f)
-		for i := range svc.Ports {
-			if repeated(svc.Ports, i) {
-				continue
-			}
-			out.Ports = append(out.Ports, b.port(svc, &svc.Ports[i], f, svc.ClusterIPs[clusterIP], sources))
+		for i := range ports {
+			out.Ports = append(out.Ports, b.port(svc, &ports[i], f, svc.ClusterIPs[clusterIP], sources))
 		}
 	}
 	if len(out.Ports) == 0 {
@@ -78,11 +85,24 @@ func (b *builder) service(s *snapshot.Snapshot, n snapshot.Name) *Service {
 	return out
 }
 
-// repeated reports whether an earlier port has the same name and protocol. The API server rejects that, but a manifest
-// file may have it. The first port counts, because a port's name must distinguish its claims.
-func repeated(ports []snapshot.Port, i int) bool {
-	return slices.ContainsFunc(ports[:i], func(p snapshot.Port) bool {
-		return p.Name == ports[i].Name && p.Protocol == ports[i].Protocol
+// unique returns the ports without those of which an earlier one has the same name and protocol. The API server rejects
+// that, but a manifest file may have it. The first port counts, because a port's name must distinguish its claims.
+func unique(ports []snapshot.Port) []snapshot.Port {
+	if len(ports) < 2 {
+		return ports
+	}
+	seen := make(map[portKey]struct{}, len(ports))
+	for i := range ports {
+		seen[portKey{ports[i].Name, ports[i].Protocol}] = struct{}{}
+	}
+	if len(seen) == len(ports) {
+		return ports
+	}
+	return slices.DeleteFunc(slices.Clone(ports), func(p snapshot.Port) bool {
+		k := portKey{p.Name, p.Protocol}
+		_, first := seen[k]
+		delete(seen, k)
+		return !first
 	})
 }
 
@@ -130,7 +150,11 @@ func (b *builder) rows(svc *snapshot.Service, f ipfamily.Family, external bool) 
 	if external {
 		local, failover = svc.ExternalLocal, b.failover(svc)
 	}
-	return rowsFor(external, local, b.host.pods[f].Known(), b.host.masqueradeAll, failover)
+	rows := rowsFor(external, local, b.host.pods[f].Known(), b.host.masqueradeAll, failover)
+	if b.host.podsFirst {
+		rows = podsFirst(rows)
+	}
+	return rows
 }
 
 // routes turns rows of policy into routes to the port's pools. Frontends with the same policy share them.

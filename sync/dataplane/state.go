@@ -20,11 +20,17 @@ type State struct {
 	Services map[snapshot.Name]*Service
 	// Pods4 and Pods6 say how to recognize IPv4 and IPv6 packets that come from a pod, if that is known.
 	Pods4, Pods6 Pods
+	// PodsFirst says that a packet of this node with a pod's address is taken for a pod's, not for the node's: routes of
+	// pods come before those of the node.
+	PodsFirst bool
 	// MasqueradeAll masquerades all traffic to cluster IPs.
 	MasqueradeAll bool
 	// ServiceCIDRs are the ranges in which packets to an address without a Service are dropped; sorted, no range inside
 	// another, nil if none is known.
 	ServiceCIDRs []netip.Prefix
+	// SharedRanges are the parts of ServiceCIDRs in which something other than Services may have addresses, by Overlaps:
+	// nothing that no frontend takes is dropped or rejected there. Sorted, no range inside another.
+	SharedRanges []netip.Prefix
 	// IPVSAddresses are the operator's IPVS.Addresses.
 	IPVSAddresses []netip.Prefix
 	// LocalhostNodePorts says that node ports answer at 127.0.0.1, for which the host must route its loopback range.
@@ -34,6 +40,8 @@ type State struct {
 	Evidence bool
 	// PingAddrs are this node's addresses that answer a ping of a Service address, per family. The zero Addr: none does.
 	PingAddrs ipfamily.Per[netip.Addr]
+	// Settings are the Lines of the Config that this is computed with. They change nothing for a packet.
+	Settings []string
 }
 
 // Service is what one Kubernetes Service asks of the data plane.
@@ -41,7 +49,7 @@ type Service struct {
 	Name snapshot.Name
 	// Age decides which Service wins an address that several claim; see Claim.
 	Age snapshot.Age
-	// ClusterIPs belong to the Service alone: packets to their other ports are rejected.
+	// ClusterIPs belong to the Service alone: packets to their other ports are rejected, but in State.SharedRanges.
 	ClusterIPs []netip.Addr
 	// SilentClusterIPs are those that answer no ping although State.PingAddrs has their family: no port has an endpoint.
 	SilentClusterIPs []netip.Addr
@@ -146,8 +154,11 @@ func (k Key) Compare(o Key) int {
 	return cmp.Or(k.Addr.Compare(o.Addr), cmp.Compare(k.Protocol, o.Protocol), cmp.Compare(k.Port, o.Port))
 }
 
-// String gives "10.96.0.1:80/tcp", "[fd00::1]:80/tcp".
+// String gives "10.96.0.1:80/tcp", "[fd00::1]:80/tcp", and for a ping "10.96.0.1/icmp".
 func (k Key) String() string {
+	if k.Protocol.IsPing() {
+		return k.Addr.String() + "/" + k.Protocol.String()
+	}
 	return netip.AddrPortFrom(k.Addr, k.Port).String() + "/" + k.Protocol.String()
 }
 
@@ -225,8 +236,11 @@ type Pool struct {
 	// Ejected are the endpoints that were taken out because they do not answer this node; sorted by Endpoint. Never more
 	// than Endpoints has, unless the Service prefers near endpoints, and none if Endpoints is empty.
 	Ejected []snapshot.Unhealthy
-	// RetryRefused says that a connection which an endpoint refuses may be tried again at another one: there is another
-	// one, and not all are known to refuse.
+	// Kept are unhealthy endpoints that were not taken out, since half of the pool is, or since the Service's SecondChance
+	// only observes, and doubtful ones; sorted by Endpoint. A Service that prefers near endpoints may have none of them.
+	Kept []snapshot.Unhealthy
+	// RetryRefused says that a connection which an endpoint refuses may be tried again at another one: there are two with
+	// the ejected ones, and not all that stay are known to refuse.
 	RetryRefused bool
 	// Empty says what happens to a packet when there are no Endpoints.
 	Empty Verdict

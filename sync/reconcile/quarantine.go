@@ -209,7 +209,7 @@ func (l *Loop) unschedule(refused *dataplane.Refused) (progress bool) {
 	}
 	if news != nil {
 		l.Log.Warn("IPVS does not schedule these Services; nftables chooses their endpoints until it does",
-			"services", len(news), "such as", suchAs(news), "err", why)
+			"services", len(news), "such_as", suchAs(news), "err", why)
 		named := *refused
 		named.Instead = l.chosenInstead(refused.Services)
 		notify(l, func(h *Listener) func(*dataplane.Refused) { return h.Unscheduled }, &named)

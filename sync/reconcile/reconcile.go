@@ -9,6 +9,8 @@ import (
 	"context"
 	"errors"
 	"log/slog"
+	"net/netip"
+	"slices"
 	"sync/atomic"
 	"time"
 
@@ -25,15 +27,17 @@ type Loop struct {
 	Log     *slog.Logger
 	// Listeners are called with the loop's events. Set them before Run.
 	Listeners []Listener
-	// LeastRest, if not nil, returns the minimum pause between the end of a transaction and the next one.
+	// LeastRest, if not nil, returns the minimum pause between the end of a transaction and the next one. 0 leaves it to
+	// the Writer, which may ask for one by Receipt.Rest.
 	LeastRest func() time.Duration
 
 	snapshot *snapshot.Snapshot
 	want     wanted
 	// unacked is what has changed in the snapshot since the kernel last held all of it.
 	unacked snapshot.Change
-	// wrote says that the last step called the backend.
+	// wrote says that the last step called the backend, and asked is the rest that the backend asked for.
 	wrote bool
+	asked time.Duration
 	// dirty says that the kernel does not hold the wanted state: the last transaction failed, or the first is still to
 	// come.
 	dirty bool
@@ -68,6 +72,9 @@ type Loop struct {
 
 	// notScheduled lists the Services that exceed a limit of IPVS, sorted by name. The list is replaced, never changed.
 	notScheduled []Quarantined
+	// overlaps is what Overlaps returns; nil if there are none. told are the shared ranges of which the log knows.
+	overlaps atomic.Pointer[[]dataplane.Overlap]
+	told     []netip.Prefix
 	// published holds the lists that Quarantined and Unscheduled return; nil if both are empty.
 	published atomic.Pointer[quarantineLists]
 }
@@ -162,7 +169,7 @@ func (l *Loop) takeTurns(d snapshot.Delta, now time.Time) snapshot.Delta {
 	steps.Versions = d.Versions // which are those of all that was received
 	l.queued.put(steps, now)
 	turn := l.queued.next(now, l.weigh)
-	turn.Node, turn.ServiceCIDRs, turn.HostAddrs = d.Node, d.ServiceCIDRs, d.HostAddrs
+	turn.Node, turn.ServiceCIDRs, turn.HostAddrs, turn.HostNetworks = d.Node, d.ServiceCIDRs, d.HostAddrs, d.HostNetworks
 	return turn
 }
 
@@ -173,8 +180,12 @@ func (l *Loop) restAfter(took, heavy time.Duration) time.Duration {
 	if l.partial {
 		return took / restFactor // other processes may want to write to the kernel
 	}
-	if l.LeastRest != nil && l.wrote {
-		rest = max(rest, l.LeastRest())
+	if l.wrote {
+		least := l.asked
+		if l.LeastRest != nil {
+			least = cmp.Or(l.LeastRest(), least)
+		}
+		rest = max(rest, least)
 	}
 	l.wrote = false
 	return rest
@@ -264,10 +275,14 @@ func (l *Loop) step(ctx context.Context, delta snapshot.Delta) error {
 	change, contests := l.Planner.Apply(l.snapshot, concerned)
 	before := l.Planner.Before()
 	l.reportCrowded(change, before)
+	l.reportNowhere(change, before)
 	l.reportUnscheduled(change, before)
 	l.want.planned(change, before)
 	policy := time.Since(start)
 	l.reportContests(contests)
+	if change.Globals {
+		l.reportOverlaps()
+	}
 	l.cause.Policy, l.cause.Foreign, l.cause.Rest = policy, l.foreign, l.partial
 	l.cause.Retry = l.dirty && !l.retryAt.IsZero()
 	if !l.dirty {
@@ -302,6 +317,32 @@ func (l *Loop) step(ctx context.Context, delta snapshot.Delta) error {
 	return nil
 }
 
+// Overlaps returns where the ServiceCIDRs are used by something other than Services. It is safe for concurrent use.
+func (l *Loop) Overlaps() []dataplane.Overlap {
+	if found := l.overlaps.Load(); found != nil {
+		return *found
+	}
+	return nil
+}
+
+// reportOverlaps logs that something else has addresses in a range of Services, once for each part of the range.
+func (l *Loop) reportOverlaps() {
+	found, now := l.Planner.Overlaps(), l.Planner.State().SharedRanges
+	l.overlaps.Store(&found)
+	known := func(p netip.Prefix) bool {
+		return slices.ContainsFunc(l.told, func(t netip.Prefix) bool { return t.Bits() <= p.Bits() && t.Contains(p.Addr()) })
+	}
+	switch {
+	case len(now) == 0 && len(l.told) > 0:
+		l.Log.Info("the range of Services no longer overlaps addresses that others use")
+		l.told = nil
+	case slices.ContainsFunc(now, func(p netip.Prefix) bool { return !known(p) }):
+		l.Log.Warn("the range of Services overlaps addresses that others use: "+dataplane.OverlapAdvice,
+			"overlaps", dataplane.DescribeOverlaps(found))
+		l.told = now
+	}
+}
+
 // maxContests bounds how many new conflicts one change may log.
 const maxContests = 4
 
@@ -313,8 +354,8 @@ func (l *Loop) reportContests(contests []dataplane.ConflictSummary) {
 	more := l.Planner.OmittedConflicts()
 	for i, c := range contests {
 		if i < maxContests {
-			l.Log.Warn("Services claim the same addresses; the oldest Service keeps them", "first", c.Key.String(),
-				"addresses", c.Keys, "kept by", c.Winner.String(), "left out", c.Loser.String())
+			l.Log.Warn("Services claim the same addresses; "+c.Winner.Before(c.Loser), "first", c.Key.String(),
+				"addresses", c.Keys, "kept_by", c.Winner.String(), "left_out", c.Loser.String())
 		} else {
 			more += c.Keys
 		}
@@ -335,14 +376,36 @@ func (l *Loop) reportCrowded(change dataplane.Change, before []*dataplane.Servic
 	}
 }
 
+// reportNowhere logs Services that have come to have an endpoint at an address of Services.
+func (l *Loop) reportNowhere(change dataplane.Change, before []*dataplane.Service) {
+	st, more := l.Planner.State(), 0
+	for i, n := range change.Services {
+		at, now := st.Nowhere(st.Services[n])
+		if !now {
+			continue
+		}
+		if _, already := st.Nowhere(before[i]); already {
+			continue
+		}
+		if more++; more <= maxContests {
+			l.Log.Warn("an endpoint of this Service is itself an address of Services: connections sent there reach nobody",
+				"service", n.String(), "endpoint", at.String())
+		}
+	}
+	if more -= maxContests; more > 0 {
+		l.Log.Warn("more Services have an endpoint that is an address of Services", "services", more)
+	}
+}
+
 // write has the Writer apply the state. While the kernel rejects Services by name, write quarantines them and tries
 // again at once without them.
 func (l *Loop) write(ctx context.Context) (dataplane.Receipt, error) {
-	l.wrote = true
+	l.wrote, l.asked = true, 0
 	for {
 		start := time.Now()
 		r, err := l.apply()
 		if err == nil {
+			l.asked = r.Rest
 			l.release(r.Left)
 			return r, nil
 		}

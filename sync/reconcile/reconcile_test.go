@@ -322,7 +322,7 @@ func TestCrowdedIsToldOnce(t *testing.T) {
 			q.Put(d)
 			time.Sleep(time.Minute)
 		}
-		const many = 1<<16 - 1 // ports of slices are too many, with those that every slice here has
+		const many = 1<<17 - 1 // ports of slices are too many, with those that every slice here has
 		var told []int
 		q.Put(service("a"))
 		for _, ports := range []int{many, many, 0, many} {

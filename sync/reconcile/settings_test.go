@@ -8,6 +8,7 @@ import (
 	"time"
 
 	"github.com/verdict-proxy/verdict/sync/dataplane"
+	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
 // TestLeastRest: the first change goes out at once, later ones wait for so long after the last transaction, together.
@@ -47,6 +48,35 @@ func TestLeastRest(t *testing.T) {
 		q.Put(service("e"))
 		time.Sleep(maxRest)
 		expect("after a short rest", 5)
+	})
+}
+
+// TestBackendAsksForRest: changes wait for as long as the backend wants to rest, but for the first after quiet. A
+// configured time takes the place of the backend's, also a shorter one.
+func TestBackendAsksForRest(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		var least atomic.Int64
+		b := &fakeBackend{receipt: dataplane.Receipt{Rest: 4 * time.Second}, loop: &Loop{
+			Log: slog.New(slog.DiscardHandler), LeastRest: func() time.Duration { return time.Duration(least.Load()) }}}
+		q, _ := start(t, b)
+		q.Synced()
+		time.Sleep(time.Minute)
+		for _, c := range []struct{ configured, want time.Duration }{
+			{0, 4 * time.Second}, {time.Second, time.Second}, {time.Minute, time.Minute},
+		} {
+			least.Store(int64(c.configured))
+			before, begin := len(b.calls()), time.Now()
+			for _, name := range []string{"a", "b"} {
+				q.Put(service(name))
+				synctest.Wait()
+				q.Put(snapshot.Delta{Services: map[snapshot.Name]*snapshot.Service{{Namespace: "default", Name: name}: nil}})
+			}
+			time.Sleep(2 * time.Minute)
+			calls := b.calls()[before:]
+			if len(calls) != 2 || !calls[0].at.Equal(begin) || calls[1].at.Sub(begin) != c.want {
+				t.Errorf("minSyncPeriod %v: written %d times, from %v on, %+v", c.configured, len(calls), begin, calls)
+			}
+		}
 	})
 }
 

@@ -10,15 +10,12 @@ import (
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
-// Whoever may write objects in a namespace can change them as often and make them as large as the API server lets him,
-// and all of it goes through one loop. So time is accounted by namespace. What a namespace's changes took is charged to
-// it; once it owes something, its next changes wait until that is paid, and meanwhile the later replace the earlier.
-// Others go ahead.
+// Users who may write to a namespace can change its objects as often, and make them as large, as the API server allows.
+// All changes go through one loop, so the loop accounts for time by namespace. It charges a namespace for the time that
+// its changes took. While a namespace owes time, its further changes wait, and later ones replace earlier ones. Other
+// namespaces go first.
 const (
-	// Users who may write to a namespace can change its objects as often, and make them as large, as the API server
-	// allows. All changes go through one loop, so the loop accounts for time by namespace. It charges a namespace for
-	// the time that its changes took. While a namespace owes time, its further changes wait, and later ones replace
-	// earlier ones. Other namespaces go first.
+	// share is the part of the time that a namespace may take in the long run: one in so many.
 	share = 5
 	// credit is how much time it may take at once, as for a rollout after a quiet time.
 	credit = 250 * time.Millisecond
@@ -83,38 +80,27 @@ const (
 	aStarting
 )
 
-// put adds changes that were taken from the loop's queue now.
+// put adds changes that were taken from the loop's queue now. Those that came together wait in the order of their
+// names.
 func (t *fairQueue) put(d snapshot.Delta, now time.Time) {
-	enqueue := func(ns *namespace, o object, waits bool) {
-		if !waits {
-			ns.order = append(ns.order, queued{o, now, t.received})
-		}
-	}
-	for n, svc := range d.Services {
-		ns := t.namespace(n.Namespace)
-		_, waits := ns.delta.Services[n]
-		enqueue(ns, object{n, aService}, waits)
-		ns.delta.Services[n] = svc
-	}
-	for n, sl := range d.Slices {
-		ns := t.namespace(n.Namespace)
-		_, waits := ns.delta.Slices[n]
-		enqueue(ns, object{n, aSlice}, waits)
-		ns.delta.Slices[n] = sl
-	}
-	for n, h := range d.Health {
-		ns := t.namespace(n.Namespace)
-		_, waits := ns.delta.Health[n]
-		enqueue(ns, object{n, aHealth}, waits)
-		ns.delta.Health[n] = h
-	}
-	for n, st := range d.Starting {
-		ns := t.namespace(n.Namespace)
-		_, waits := ns.delta.Starting[n]
-		enqueue(ns, object{n, aStarting}, waits)
-		ns.delta.Starting[n] = st
-	}
+	putAll(t, aService, now, d.Services, func(d *snapshot.Delta) map[snapshot.Name]*snapshot.Service { return d.Services })
+	putAll(t, aSlice, now, d.Slices, func(d *snapshot.Delta) map[snapshot.Name]*snapshot.Slice { return d.Slices })
+	putAll(t, aHealth, now, d.Health, func(d *snapshot.Delta) map[snapshot.Name]*snapshot.Health { return d.Health })
+	putAll(t, aStarting, now, d.Starting,
+		func(d *snapshot.Delta) map[snapshot.Name]*snapshot.Starting { return d.Starting })
 	t.received = d.Versions
+}
+
+// putAll adds changes of one kind; of finds those that wait.
+func putAll[V any](t *fairQueue, kind objectKind, now time.Time, changes map[snapshot.Name]V,
+	of func(*snapshot.Delta) map[snapshot.Name]V) {
+	for _, n := range slices.SortedFunc(maps.Keys(changes), snapshot.Name.Compare) {
+		ns := t.namespace(n.Namespace)
+		if _, waits := of(&ns.delta)[n]; !waits {
+			ns.order = append(ns.order, queued{object{n, kind}, now, t.received})
+		}
+		of(&ns.delta)[n] = changes[n]
+	}
 }
 
 func (t *fairQueue) namespace(name string) *namespace {

@@ -363,3 +363,19 @@ func TestHealthReachesTheWriter(t *testing.T) {
 		}
 	})
 }
+
+// TestTurnsTogether: what came together is written in the same order each time, whatever the order of a map is.
+func TestTurnsTogether(t *testing.T) {
+	for range 5 {
+		q, d := fairQueue{}, snapshot.Delta{Services: map[snapshot.Name]*snapshot.Service{}}
+		for i := range 20 {
+			d.Merge(service(fmt.Sprintf("s%02d", i)))
+		}
+		q.put(d, time.Now())
+		for i, o := range q.waiting[nameOf("s00").Namespace].order {
+			if want := nameOf(fmt.Sprintf("s%02d", i)); o.name != want {
+				t.Fatalf("number %d is %v, not %v", i, o.name, want)
+			}
+		}
+	}
+}

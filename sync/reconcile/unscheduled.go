@@ -36,7 +36,7 @@ func (l *Loop) reportUnscheduled(change dataplane.Change, before []*dataplane.Se
 	}
 	if wholly != nil {
 		l.Log.Warn("IPVS does not schedule these Services; nftables chooses their endpoints until it does",
-			"services", len(wholly), "such as", suchAs(wholly), "err", why)
+			"services", len(wholly), "such_as", suchAs(wholly), "err", why)
 	}
 	if len(news) > 0 {
 		notify(l, func(h *Listener) func(*dataplane.Refused) { return h.Unscheduled },

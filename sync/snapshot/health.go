@@ -88,4 +88,6 @@ type Unhealthy struct {
 	Cause    Cause
 	// Since is when the first sign of it was read. Where not all may be ejected, those of the longest standing are.
 	Since time.Time
+	// Doubtful says that it refuses some clients and this node, and may answer others: it is not ejected.
+	Doubtful bool
 }

@@ -42,7 +42,7 @@ type Held struct {
 // none reports whether no object is held.
 func (h *Held) none() bool { return h.Services == 0 && h.Slices == 0 }
 
-// Progress says how far the reader has come.
+// Progress describes what the reader has taken.
 type Progress struct {
 	// Received are the versions up to which the sources have read, and Programmed those up to which everything that they
 	// put is in force. Both are empty while unknown.
@@ -184,7 +184,7 @@ func (q *Queue) Ack(held Held) []Trigger {
 	return triggers
 }
 
-// Progress returns how far the reader has come. Safe for concurrent use.
+// Progress returns what the reader has taken. Safe for concurrent use.
 func (q *Queue) Progress() Progress {
 	q.mu.Lock()
 	defer q.mu.Unlock()

@@ -40,6 +40,15 @@ const (
 	SCTP Protocol = 132
 )
 
+// The protocols of pings. No Service port has them.
+const (
+	ICMP   Protocol = 1
+	ICMPv6 Protocol = 58
+)
+
+// IsPing says whether it is a protocol of pings.
+func (p Protocol) IsPing() bool { return p == ICMP || p == ICMPv6 }
+
 // String returns the lower-case name that nft and the Kubernetes tools print.
 func (p Protocol) String() string {
 	switch p {
@@ -49,6 +58,10 @@ func (p Protocol) String() string {
 		return "udp"
 	case SCTP:
 		return "sctp"
+	case ICMP:
+		return "icmp"
+	case ICMPv6:
+		return "icmpv6"
 	}
 	return "unknown"
 }
@@ -206,6 +219,8 @@ type Snapshot struct {
 	// HostAddrs are the unicast addresses on this host's interfaces, sorted, including loopback and link-local ones; nil
 	// means unknown. Addresses that Verdict itself binds for IPVS are not among them.
 	HostAddrs []netip.Addr
+	// HostNetworks say what this host reaches other than by its default route.
+	HostNetworks HostNetworks
 
 	sliceService map[Name]Name
 }
@@ -232,10 +247,11 @@ type Delta struct {
 	Health map[Name]*Health
 	// Starting maps a Service to its endpoints that now start slowly, or to nil if none does. It is ignored as Health is.
 	Starting map[Name]*Starting
-	// Node, ServiceCIDRs and HostAddrs are nil when they did not change.
+	// Node, ServiceCIDRs, HostAddrs and HostNetworks are nil when they did not change.
 	Node         *Node
 	ServiceCIDRs *[]netip.Prefix
 	HostAddrs    *[]netip.Addr
+	HostNetworks *HostNetworks
 	// Versions say up to which versions the source has read, with this delta. Empty ones say nothing new. A delta may
 	// have nothing but Versions: what the source read up to there changed nothing.
 	Versions Versions
@@ -244,7 +260,7 @@ type Delta struct {
 // Empty says whether the delta changes nothing. It may still have Versions.
 func (d *Delta) Empty() bool {
 	return len(d.Services) == 0 && len(d.Slices) == 0 && len(d.Health) == 0 && len(d.Starting) == 0 &&
-		d.Node == nil && d.ServiceCIDRs == nil && d.HostAddrs == nil
+		d.Node == nil && d.ServiceCIDRs == nil && d.HostAddrs == nil && d.HostNetworks == nil
 }
 
 // Merge adds what a later delta says; where both name an object, the later one wins. A Service that goes takes its
@@ -280,6 +296,9 @@ func (d *Delta) Merge(later Delta) {
 	}
 	if later.HostAddrs != nil {
 		d.HostAddrs = later.HostAddrs
+	}
+	if later.HostNetworks != nil {
+		d.HostNetworks = later.HostNetworks
 	}
 	d.Versions = d.Versions.Then(later.Versions)
 }
@@ -356,6 +375,11 @@ func (s *Snapshot) Apply(d Delta) Change {
 	}
 	if d.HostAddrs != nil && !slices.Equal(*d.HostAddrs, s.HostAddrs) {
 		s.HostAddrs, c.All = *d.HostAddrs, true
+	}
+	if d.HostNetworks != nil { // a route comes with every pod, which changes nothing for Services
+		was := s.HostNetworks.Overlapping(s.ServiceCIDRs)
+		s.HostNetworks = *d.HostNetworks
+		c.All = c.All || !was.Equal(s.HostNetworks.Overlapping(s.ServiceCIDRs))
 	}
 	if len(touched) > 0 {
 		c.Services = slices.AppendSeq(make([]Name, 0, len(touched)), maps.Keys(touched))

@@ -27,7 +27,7 @@ func BenchmarkSlice(b *testing.B) {
 			c := &converter{}
 			b.ReportAllocs()
 			for b.Loop() {
-				if s, problems := c.slice(o); len(s.Endpoints) != endpoints || len(problems) != 0 {
+				if s, problems := c.slice(o, nil); len(s.Endpoints) != endpoints || len(problems) != 0 {
 					b.Fatalf("%d endpoints, problems %v", len(s.Endpoints), problems)
 				}
 			}

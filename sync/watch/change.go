@@ -2,11 +2,11 @@ package watch
 
 import (
 	"cmp"
+	"context"
 	"errors"
 	"fmt"
 	"maps"
 	"net/netip"
-	"os"
 	"slices"
 	"strings"
 	"time"
@@ -52,14 +52,14 @@ type ChangedObject struct {
 // balancer's addresses, the age), that is taken from the object in the snapshot.
 //
 // All problems are errors: what a part of a change does is not what the change does.
-func LoadChange(c ChangeFiles, now *snapshot.Snapshot) (*ObjectChange, error) {
-	b := changeBuilder{now: now, out: &ObjectChange{}, seen: map[objectKey]string{}}
+func LoadChange(ctx context.Context, c ChangeFiles, now *snapshot.Snapshot) (*ObjectChange, error) {
+	b := changeBuilder{now: now, out: &ObjectChange{}, seen: map[objectKey]place{}}
 	for _, part := range []struct {
 		paths   []string
 		deletes bool
 	}{{c.Apply, false}, {c.Delete, true}} {
 		for _, path := range part.paths {
-			b.read(path, c.NodeName, part.deletes)
+			b.read(ctx, path, c.NodeName, part.deletes)
 		}
 	}
 	for _, text := range c.Gone {
@@ -76,10 +76,10 @@ func LoadChange(c ChangeFiles, now *snapshot.Snapshot) (*ObjectChange, error) {
 }
 
 // GoneObjects returns the objects that manifests name, as KIND/NAMESPACE/NAME: see ChangeFiles.Gone.
-func GoneObjects(paths []string) (refs []string, err error) {
-	b := changeBuilder{now: snapshot.New(), out: &ObjectChange{}, seen: map[objectKey]string{}}
+func GoneObjects(ctx context.Context, paths []string) (refs []string, err error) {
+	b := changeBuilder{now: snapshot.New(), out: &ObjectChange{}, seen: map[objectKey]place{}}
 	for _, path := range paths {
-		b.read(path, anyNode, true)
+		b.read(ctx, path, anyNode, true)
 	}
 	for key := range b.seen {
 		refs = append(refs, key.kind+"/"+key.name.Namespace+"/"+key.name.Name)
@@ -92,7 +92,7 @@ func GoneObjects(paths []string) (refs []string, err error) {
 const maxChangeText = 8 << 20
 
 // ChangeText returns the text of manifests as one manifest, of 8 MiB at most.
-func ChangeText(paths []string) (string, error) {
+func ChangeText(ctx context.Context, paths []string) (string, error) {
 	var out strings.Builder
 	for _, path := range paths {
 		name := path
@@ -100,13 +100,13 @@ func ChangeText(paths []string) (string, error) {
 			path, name = "/dev/stdin", "standard input"
 		}
 		d := newManifestDir(path, "", nil)
-		dir, names, err := d.listFiles()
+		d.pipes = true
+		l, err := d.list(ctx)
 		if err != nil {
 			return "", fmt.Errorf("%s: %w", name, pathless(err))
 		}
-		d.dir = dir
-		for _, file := range names {
-			text, err := readText(d.file(file), !dir)
+		for _, file := range l.names {
+			text, err := d.text(ctx, file, true)
 			if err != nil {
 				return "", fmt.Errorf("%s: %w", d.file(file), pathless(err))
 			}
@@ -235,8 +235,8 @@ type changeBuilder struct {
 	problems []error
 	// hidden counts the problems beyond those in problems.
 	hidden int
-	// seen are the objects of the change, with the file that each is in.
-	seen map[objectKey]string
+	// seen are the objects of the change, and where each stands; nowhere if it is named by a flag.
+	seen map[objectKey]place
 	// come are the ranges of ServiceCIDRs.
 	come []netip.Prefix
 }
@@ -250,24 +250,25 @@ func (b *changeBuilder) report(err error) {
 }
 
 // read reads a file, a directory or a pipe.
-func (b *changeBuilder) read(path, nodeName string, deletes bool) {
+func (b *changeBuilder) read(ctx context.Context, path, nodeName string, deletes bool) {
 	name := path
 	if path == "-" {
 		path, name = "/dev/stdin", "standard input"
 	}
-	if _, err := os.Stat(path); err != nil {
-		b.report(fmt.Errorf("%s: %w", path, pathless(err)))
-		return
-	}
 	d := newManifestDir(path, nodeName, func(err error) {
-		if p := (*Problem)(nil); errors.As(err, &p) && p.File == path {
+		p := (*Problem)(nil)
+		if errors.As(err, &p) && p.File == path {
 			p.File = name
+		}
+		if p != nil && p.Warning {
+			b.out.Notes = append(b.out.Notes, p.Error())
+			return
 		}
 		b.report(err)
 	})
 	d.pipes, d.reader.change = true, &changeReading{b.now, deletes}
-	if err := d.refresh(); err != nil {
-		b.report(err)
+	if err := d.refresh(ctx); err != nil {
+		b.report(fmt.Errorf("%s: %w", path, pathless(err)))
 		return
 	}
 	for _, file := range slices.Sorted(maps.Keys(d.files)) {
@@ -282,11 +283,15 @@ func (b *changeBuilder) read(path, nodeName string, deletes bool) {
 func (b *changeBuilder) add(o object, file string, deletes bool) {
 	name := objectName(o.key.kind, o.key.name)
 	if first, twice := b.seen[o.key]; twice {
+		at := "the flags"
+		if first.file != "" {
+			at = first.String()
+		}
 		b.report(&Problem{File: file, Line: o.line, Object: name,
-			Err: fmt.Errorf("it is in this change twice, first in %s", cmp.Or(first, "the flags"))})
+			Err: fmt.Errorf("it is in this change twice, first in %s", at)})
 		return
 	}
-	b.seen[o.key] = file
+	b.seen[o.key] = place{file, o.line}
 	switch o.key.kind {
 	case "Service":
 		v, _ := o.value.(*snapshot.Service)

@@ -57,7 +57,7 @@ spec: {cidrs: [10.96.0.0/16]}
 
 func changeBase(t *testing.T) *snapshot.Snapshot {
 	t.Helper()
-	s, problems, err := Load(manifestOf(t, "now.yaml", changeNow), "n")
+	s, problems, err := Load(t.Context(), manifestOf(t, "now.yaml", changeNow), "n")
 	if err != nil || len(problems) > 0 {
 		t.Fatal(problems, err)
 	}
@@ -67,7 +67,7 @@ func changeBase(t *testing.T) *snapshot.Snapshot {
 // TestChangeInherits: what the API server allocates and keeps need not be in a manifest.
 func TestChangeInherits(t *testing.T) {
 	now := changeBase(t)
-	c, err := LoadChange(ChangeFiles{NodeName: "n", Apply: []string{manifestOf(t, "c.yaml", `
+	c, err := LoadChange(t.Context(), ChangeFiles{NodeName: "n", Apply: []string{manifestOf(t, "c.yaml", `
 apiVersion: v1
 kind: Service
 metadata: {name: web, namespace: shop}
@@ -102,7 +102,7 @@ spec:
 func TestChange(t *testing.T) {
 	now := changeBase(t)
 	same := manifestOf(t, "same.yaml", changeNow)
-	c, err := LoadChange(ChangeFiles{NodeName: "n", Apply: []string{same}}, now)
+	c, err := LoadChange(t.Context(), ChangeFiles{NodeName: "n", Apply: []string{same}}, now)
 	if err != nil || !c.Delta.Empty() || c.Same != 4 || len(c.Objects) != 0 {
 		t.Errorf("the same objects: %+v, %v", c, err)
 	}
@@ -138,7 +138,7 @@ apiVersion: networking.k8s.io/v1
 metadata: {name: more}
 spec: {cidrs: [10.97.0.0/16]}
 `)
-	c, err = LoadChange(ChangeFiles{NodeName: "n", Apply: []string{create}, Delete: []string{gone},
+	c, err = LoadChange(t.Context(), ChangeFiles{NodeName: "n", Apply: []string{create}, Delete: []string{gone},
 		Gone: []string{"EndpointSlice/shop/web-1"}}, now)
 	if err != nil {
 		t.Fatal(err)
@@ -174,7 +174,7 @@ func TestChangeErrors(t *testing.T) {
 		{"--- /tmp/LIVE-1/x\t2026\n+++ /tmp/MERGED-2/x\n", "kubectl apply --dry-run=server"},
 	} {
 		path := manifestOf(t, "c.yaml", test[0])
-		if _, err := LoadChange(ChangeFiles{NodeName: "n", Apply: []string{path}}, changeBase(t)); err == nil ||
+		if _, err := LoadChange(t.Context(), ChangeFiles{NodeName: "n", Apply: []string{path}}, changeBase(t)); err == nil ||
 			!strings.Contains(err.Error(), test[1]) || !strings.Contains(err.Error(), path) {
 			t.Errorf("%q: %v; want %q", test[0], err, test[1])
 		}
@@ -183,13 +183,14 @@ func TestChangeErrors(t *testing.T) {
 		"Service/web": "write KIND/NAMESPACE/NAME", "Pod/a/b": `a proxy reads no "Pod"`, "Service//x": "is no object",
 		"Node/a/b": "is no object", "ServiceCIDR//k": "is not known",
 	} {
-		if _, err := LoadChange(ChangeFiles{NodeName: "n", Gone: []string{ref}}, changeBase(t)); err == nil ||
+		if _, err := LoadChange(t.Context(), ChangeFiles{NodeName: "n", Gone: []string{ref}}, changeBase(t)); err == nil ||
 			!strings.Contains(err.Error(), want) {
 			t.Errorf("%q: %v; want %q", ref, err, want)
 		}
 	}
 	many := strings.Repeat("kind: Service\napiVersion: v1\nmetadata: {name: a}\nspec: {type: x}\n---\n", 1000)
-	if _, err := LoadChange(ChangeFiles{Apply: []string{manifestOf(t, "m.yaml", many)}}, changeBase(t)); err == nil ||
+	files := ChangeFiles{Apply: []string{manifestOf(t, "m.yaml", many)}}
+	if _, err := LoadChange(t.Context(), files, changeBase(t)); err == nil ||
 		len(err.Error()) > 64<<10 {
 		t.Errorf("the error of many problems has %d bytes", len(err.Error()))
 	}
@@ -197,7 +198,7 @@ func TestChangeErrors(t *testing.T) {
 
 // TestGoneObjects: what manifests name can be said in a few words.
 func TestGoneObjects(t *testing.T) {
-	refs, err := GoneObjects([]string{manifestOf(t, "now.yaml", changeNow)})
+	refs, err := GoneObjects(t.Context(), []string{manifestOf(t, "now.yaml", changeNow)})
 	want := []string{"EndpointSlice/shop/web-1", "Node//n", "Service/shop/web", "ServiceCIDR//kubernetes"}
 	if err == nil || !slices.Equal(refs, want) { // the ServiceCIDR cannot be planned
 		t.Errorf("%q, %v; want %q", refs, err, want)
@@ -211,16 +212,16 @@ func TestChangeEndpoints(t *testing.T) {
 		return manifestOf(t, "e.yaml", "kind: Endpoints\napiVersion: v1\nmetadata: {name: "+service+", namespace: shop}\n"+
 			"subsets: [{addresses: [{ip: 10.244.9.9}], ports: [{name: http, port: 1}]}]\n")
 	}
-	c, err := LoadChange(ChangeFiles{Apply: []string{of("web")}}, now)
+	c, err := LoadChange(t.Context(), ChangeFiles{Apply: []string{of("web")}}, now)
 	if err != nil || !c.Delta.Empty() || len(c.Notes) != 1 {
 		t.Errorf("%+v, %v", c, err)
 	}
-	c, err = LoadChange(ChangeFiles{Apply: []string{of("api")}}, now)
+	c, err = LoadChange(t.Context(), ChangeFiles{Apply: []string{of("api")}}, now)
 	if err != nil || len(c.Delta.Slices) != 1 || c.Objects[0].Verb != "created" {
 		t.Errorf("%+v, %v", c, err)
 	}
 	now.Apply(c.Delta)
-	c, err = LoadChange(ChangeFiles{Delete: []string{of("api")}}, now)
+	c, err = LoadChange(t.Context(), ChangeFiles{Delete: []string{of("api")}}, now)
 	if now.Apply(c.Delta); err != nil || c.Objects[0].Verb != "deleted" || len(now.Slices) != 1 {
 		t.Errorf("%+v, %v", c, err)
 	}
@@ -230,23 +231,25 @@ func TestChangeEndpoints(t *testing.T) {
 func TestChangeText(t *testing.T) {
 	json := manifestOf(t, "a.json", `{"kind": "Service", "apiVersion": "v1", "metadata": {"name": "new"},
 		"spec": {"clusterIP": "10.96.0.9", "ports": [{"port": 1}]}}`)
-	text, err := ChangeText([]string{json, manifestOf(t, "now.yaml", changeNow), json[:len(json)-len("/a.json")]})
+	text, err := ChangeText(t.Context(),
+		[]string{json, manifestOf(t, "now.yaml", changeNow), json[:len(json)-len("/a.json")]})
 	if err != nil {
 		t.Fatal(err)
 	}
 	if n := strings.Count(text, "10.96.0.9"); n != 2 {
 		t.Errorf("the file and its directory are there %d times", n)
 	}
-	if text, err = ChangeText([]string{json, manifestOf(t, "now.yaml", changeNow)}); err != nil {
+	if text, err = ChangeText(t.Context(), []string{json, manifestOf(t, "now.yaml", changeNow)}); err != nil {
 		t.Fatal(err)
 	}
-	c, err := LoadChange(ChangeFiles{NodeName: "n", Apply: []string{manifestOf(t, "all.yaml", text)}}, snapshot.New())
+	files := ChangeFiles{NodeName: "n", Apply: []string{manifestOf(t, "all.yaml", text)}}
+	c, err := LoadChange(t.Context(), files, snapshot.New())
 	if err != nil || len(c.Objects) != 5 {
 		t.Errorf("%+v, %v", c, err)
 	}
 	large := manifestOf(t, "large.yaml", strings.Repeat("#", maxChangeText+1))
 	for _, path := range []string{large, large + ".gone"} {
-		if _, err := ChangeText([]string{path}); err == nil || !strings.Contains(err.Error(), path) {
+		if _, err := ChangeText(t.Context(), []string{path}); err == nil || !strings.Contains(err.Error(), path) {
 			t.Errorf("%v", err)
 		}
 	}

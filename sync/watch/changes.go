@@ -71,13 +71,12 @@ type fileWatcher struct {
 
 // rewatch resolves the file's path again and watches all directories on the way.
 func (c *fileWatcher) rewatch(w *inotify) error {
-	c.paths = watchedPaths{entries: map[dirEntry]string{}, dirs: map[string]bool{}}
-	path, err := filepath.Abs(c.path)
-	if err != nil {
-		path = c.path
-	}
+	c.paths = newWatchedPaths()
+	path := absolute(c.path)
 	c.paths.addFile(filepath.Base(path), path)
-	return w.set(c.paths.dirs)
+	err := w.add(c.paths.dirs)
+	w.keep(c.paths.dirs)
+	return err
 }
 
 // affected says whether events may concern the file.

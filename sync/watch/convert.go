@@ -34,11 +34,12 @@ const (
 const (
 	// maxAddresses bounds spec.externalIPs and the addresses of a load balancer, each.
 	maxAddresses = 1024
-	maxRanges    = 1024
+	// maxRanges bounds the source ranges of a load balancer. Lists of whole countries have thousands.
+	maxRanges = 16384
 	// maxPorts bounds the ports of a Service, and those of a slice.
-	maxPorts = 1024
+	maxPorts = 32768
 	// maxFrontends bounds addresses times ports, not counting node ports.
-	maxFrontends = 32768
+	maxFrontends = 131072
 )
 
 // truncate cuts a list and reports it. It drops the last entries of the object, so what was served stays served when
@@ -59,8 +60,9 @@ type converter struct {
 }
 
 // service returns nil for a Service that is not to be served: headless, ExternalName, another proxy's, or without a
-// cluster IP.
-func (c *converter) service(o *corev1.Service) (*snapshot.Service, []*Problem) {
+// cluster IP. Last is what the Service was before, nil if that is not known: its values replace those of wrong
+// annotations.
+func (c *converter) service(o *corev1.Service, last *snapshot.Service) (*snapshot.Service, []*Problem) {
 	f := &problemList{object: objectName("Service", nameOf(o))}
 	if !isForThisProxy(o) || !validName(f, "metadata.namespace", o.Namespace) || !validName(f, "metadata.name", o.Name) {
 		return nil, f.problems()
@@ -82,12 +84,7 @@ func (c *converter) service(o *corev1.Service) (*snapshot.Service, []*Problem) {
 	s.LoadBalancerIPs = loadBalancerIPs(f, o.Status.LoadBalancer.Ingress)
 	limitFrontends(f, s)
 	s.SourceRanges = sourceRanges(f, spec.LoadBalancerSourceRanges)
-	s.Scheduling = scheduling(f, o.Annotations)
-	s.Counters = counters(f, o.Annotations)
-	s.SecondChance = secondChance(f, o.Annotations)
-	s.Drain = drain(f, o.Annotations)
-	s.ExternalFailover = externalFailover(f, o.Annotations)
-	s.SlowStart = slowStart(f, o.Annotations, s.Scheduling)
+	readServiceAnnotations(f, o.Annotations, s, last)
 	// The policy has no meaning for a Service that cannot be reached from outside (ExternallyAccessible in
 	// k8s.io/kubernetes).
 	balanced := spec.Type == corev1.ServiceTypeLoadBalancer
@@ -146,25 +143,22 @@ func clusterIPs(f *problemList, spec *corev1.ServiceSpec) []netip.Addr {
 		if spec.ClusterIP == "" {
 			return nil
 		}
-		a, err := parseAddr(spec.ClusterIP, servable)
-		if err != nil {
-			f.add("spec.clusterIP", "%w", err)
-			return nil
+		if a, ok := f.addr(func() string { return "spec.clusterIP" }, spec.ClusterIP, servable); ok {
+			return []netip.Addr{a}
 		}
-		return []netip.Addr{a}
+		return nil
 	}
 	if spec.ClusterIP != "" && spec.ClusterIP != spec.ClusterIPs[0] {
 		f.add("spec.clusterIP", "%s is not the first of clusterIPs: the list counts", quote(spec.ClusterIP))
 	}
 	ips := make([]netip.Addr, 0, min(len(spec.ClusterIPs), 2))
 	for i, text := range spec.ClusterIPs {
-		field := fmt.Sprintf("spec.clusterIPs[%d]", i)
-		a, err := parseAddr(text, servable)
+		field := func() string { return fmt.Sprintf("spec.clusterIPs[%d]", i) }
+		a, ok := f.addr(field, text, servable)
 		switch {
-		case err != nil:
-			f.add(field, "%w", err)
+		case !ok:
 		case slices.ContainsFunc(ips, func(b netip.Addr) bool { return a.Is4() == b.Is4() }):
-			f.add(field, "%s is a second address of its family: a Service has one of each at most", a)
+			f.add(field(), "%s is a second address of its family: a Service has one of each at most", a)
 		default:
 			ips = append(ips, a)
 		}
@@ -183,10 +177,8 @@ func loadBalancerIPs(f *problemList, ingress []corev1.LoadBalancerIngress) []net
 		if in.IP == "" || in.IPMode != nil && *in.IPMode != corev1.LoadBalancerIPModeVIP {
 			continue
 		}
-		a, err := parseAddr(in.IP, servable)
-		if err != nil {
-			f.add(fmt.Sprintf("status.loadBalancer.ingress[%d].ip", i), "%w", err)
-		} else if !known.addSeen(a) {
+		field := func() string { return fmt.Sprintf("status.loadBalancer.ingress[%d].ip", i) }
+		if a, ok := f.addr(field, in.IP, servable); ok && !known.addSeen(a) {
 			ips = append(ips, a)
 		}
 	}
@@ -209,9 +201,9 @@ func sourceRanges(f *problemList, texts []string) []netip.Prefix {
 	)
 	bad = len(texts) > maxRanges
 	for i, text := range truncate(f, "spec.loadBalancerSourceRanges", texts, maxRanges) {
-		p, err := parsePrefix(strings.TrimSpace(text))
-		if err != nil {
-			f.add(fmt.Sprintf("spec.loadBalancerSourceRanges[%d]", i), "%w; a family with no good range is closed", err)
+		field := func() string { return fmt.Sprintf("spec.loadBalancerSourceRanges[%d]", i) }
+		p, ok := f.prefix(field, strings.TrimSpace(text), "; a family with no good range is closed")
+		if !ok {
 			bad = true
 			continue
 		}
@@ -331,7 +323,8 @@ func protocol(f *problemList, field inObject, p corev1.Protocol) snapshot.Protoc
 }
 
 // slice returns nil for a slice that is not to be served: headless, of names instead of addresses, or of no Service.
-func (c *converter) slice(o *discoveryv1.EndpointSlice) (*snapshot.Slice, []*Problem) {
+// Last is as for service.
+func (c *converter) slice(o *discoveryv1.EndpointSlice, last *snapshot.Slice) (*snapshot.Slice, []*Problem) {
 	f := &problemList{object: objectName("EndpointSlice", nameOf(o))}
 	if _, headless := o.Labels[labelHeadless]; headless || o.AddressType == discoveryv1.AddressTypeFQDN {
 		return nil, nil
@@ -354,24 +347,9 @@ func (c *converter) slice(o *discoveryv1.EndpointSlice) (*snapshot.Slice, []*Pro
 		Version:   readVersion(o),
 		Ports:     c.slicePorts(f, o.Ports),
 		Endpoints: c.endpointsOf(f, o),
-		Triggered: triggered(f, o.Annotations),
 	}
-	applyWeight(f, o.Annotations, s.Endpoints)
+	readSliceAnnotations(f, o.Annotations, s, last)
 	return s, f.problems()
-}
-
-// triggered reads when the event happened for which the controller last changed a slice.
-func triggered(f *problemList, annotations map[string]string) time.Time {
-	text, ok := annotations[corev1.EndpointsLastChangeTriggerTime]
-	if !ok {
-		return time.Time{}
-	}
-	t, err := time.Parse(time.RFC3339Nano, text)
-	if err != nil {
-		f.add("metadata.annotations["+corev1.EndpointsLastChangeTriggerTime+"]",
-			"%s is not a time such as 2006-01-02T15:04:05Z", quote(text))
-	}
-	return t
 }
 
 func (c *converter) slicePorts(f *problemList, ports []discoveryv1.EndpointPort) []snapshot.SlicePort {
@@ -424,9 +402,8 @@ func (c *converter) endpointsOf(f *problemList, o *discoveryv1.EndpointSlice) []
 			continue
 		}
 		field := func() string { return fmt.Sprintf("endpoints[%d].addresses[0]", i) }
-		a, err := parseAddr(e.Addresses[0], unicast)
-		if err != nil {
-			f.add(field(), "%w", err)
+		a, ok := f.addr(field, e.Addresses[0], unicast)
+		if !ok {
 			continue
 		}
 		if a.Is4() != (o.AddressType == discoveryv1.AddressTypeIPv4) {
@@ -544,9 +521,8 @@ func (c *converter) subset(f *problemList, field string, list []snapshot.Endpoin
 ) []snapshot.Endpoint {
 	for i, e := range addresses {
 		path := func() string { return fmt.Sprintf("%s[%d].ip", field, i) }
-		a, err := parseAddr(e.IP, unicast)
-		if err != nil {
-			f.add(path(), "%w", err)
+		a, ok := f.addr(path, e.IP, unicast)
+		if !ok {
 			continue
 		}
 		ep := snapshot.Endpoint{Addr: a, Node: c.intern(deref(e.NodeName, "")), Ready: ready, Serving: ready}
@@ -565,10 +541,8 @@ func (c *converter) node(o *corev1.Node) (*snapshot.Node, []*Problem) {
 			if na.Type != kind {
 				continue
 			}
-			a, err := parseAddr(na.Address, valid)
-			if err != nil {
-				f.add(fmt.Sprintf("status.addresses[%d].address", i), "%w", err)
-			} else if !known.addSeen(a) {
+			field := func() string { return fmt.Sprintf("status.addresses[%d].address", i) }
+			if a, ok := f.addr(field, na.Address, valid); ok && !known.addSeen(a) {
 				n.Addresses = append(n.Addresses, a)
 			}
 		}
@@ -613,87 +587,6 @@ func mergePrefixes(lists []*[]netip.Prefix) []netip.Prefix {
 	}
 	slices.SortFunc(all, netip.Prefix.Compare)
 	return slices.Compact(all)
-}
-
-func prefixes(f *problemList, field string, texts []string) []netip.Prefix {
-	var out []netip.Prefix
-	for i, text := range texts {
-		if p, err := parsePrefix(text); err != nil {
-			f.add(indexed(field, i), "%w", err)
-		} else {
-			out = append(out, p)
-		}
-	}
-	return out
-}
-
-// addrs reads a list of addresses and drops duplicates.
-func addrs(f *problemList, field string, texts []string, need addrClass) []netip.Addr {
-	var (
-		out   []netip.Addr
-		known uniqueSet[netip.Addr]
-	)
-	for i, text := range truncate(f, strings.TrimSuffix(field, "[%d]"), texts, maxAddresses) {
-		if a, err := parseAddr(text, need); err != nil {
-			f.add(indexed(field, i), "%w", err)
-		} else if !known.addSeen(a) {
-			out = append(out, a)
-		}
-	}
-	return out
-}
-
-// indexed replaces the %d in a path by i, if there is one.
-func indexed(field string, i int) string {
-	return strings.Replace(field, "%d", fmt.Sprint(i), 1)
-}
-
-// addrClass says which addresses are valid in a field.
-type addrClass uint8
-
-const (
-	// valid is every address.
-	valid addrClass = iota
-	// servable is an address that packets of others can be sent to. Link-local ranges do serve as service ranges.
-	servable
-	// unicast is what the API server allows as an endpoint or external IP: not link-local either.
-	unicast
-)
-
-// parseAddr parses an address as the API server writes it. A zone means nothing beyond one host, and an IPv4 address in
-// IPv6 notation would never equal an IPv4 address.
-func parseAddr(text string, need addrClass) (netip.Addr, error) {
-	a, err := netip.ParseAddr(text)
-	switch {
-	case err != nil:
-		return netip.Addr{}, fmt.Errorf("%s is not an IP address", quote(text))
-	case a.Zone() != "":
-		return netip.Addr{}, fmt.Errorf("%s has a zone: write %s", quote(text), a.WithZone(""))
-	case a.Is4In6():
-		return netip.Addr{}, fmt.Errorf("%s is an IPv4 address in IPv6 notation: write %s", quote(text), a.Unmap())
-	case need == valid:
-		return a, nil
-	case a.IsUnspecified() || a.IsLoopback() || a.IsMulticast() || a == netip.AddrFrom4([4]byte{255, 255, 255, 255}),
-		need == unicast && a.IsLinkLocalUnicast():
-		return netip.Addr{}, fmt.Errorf("%s is special: nothing can be served there", a)
-	}
-	return a, nil
-}
-
-// parsePrefix parses a range and clears the host bits of its address, as kube-proxy does.
-func parsePrefix(text string) (netip.Prefix, error) {
-	p, err := netip.ParsePrefix(text)
-	if err != nil {
-		if _, err := netip.ParseAddr(text); err == nil {
-			return netip.Prefix{},
-				fmt.Errorf("%s is an address, not a range: add /32 or /128 for this address alone", quote(text))
-		}
-		return netip.Prefix{}, fmt.Errorf("%s is not an address range like 10.0.0.0/8", quote(text))
-	}
-	if p.Addr().Is4In6() {
-		return netip.Prefix{}, fmt.Errorf("%s is an IPv4 range in IPv6 notation", quote(text))
-	}
-	return p.Masked(), nil
 }
 
 var errName = errors.New("a name has letters, digits, '-' and '.' only")

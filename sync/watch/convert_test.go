@@ -161,7 +161,7 @@ func TestService(t *testing.T) {
 			func(s *corev1.Service) {
 				s.Annotations = map[string]string{"verdict/slow-start": "30s", "verdict/scheduler": "hash"}
 			}, func(s *snapshot.Service) { s.Scheduling = &snapshot.Scheduling{Scheduler: snapshot.Hash} },
-			[]string{`Service default/web: metadata.annotations[verdict/slow-start]: "30s" is ignored: ` +
+			[]string{`Service default/web: metadata.annotations[verdict-proxy.github.io/slow-start]: it is ignored: ` +
 				`with the scheduler hash, all nodes must have the same table at all times`}},
 		{"drains", func(s *corev1.Service) { s.Annotations = map[string]string{"verdict/drain": "1m30s"} },
 			func(s *snapshot.Service) { s.Drain = 90 * time.Second }, nil},
@@ -202,8 +202,31 @@ func TestService(t *testing.T) {
 				"::ffff:10.96.0.9")
 		},
 			func(*snapshot.Service) {}, []string{
-				`Service default/web: spec.clusterIPs[1]: "::ffff:10.96.0.9" is an IPv4 address in IPv6 notation: write 10.96.0.9`,
+				"Service default/web: spec.clusterIPs[1]: " +
+					"10.96.0.9 is a second address of its family: a Service has one of each at most",
+				`Service default/web: spec.clusterIPs[1]: "::ffff:10.96.0.9" is read as 10.96.0.9, as kube-proxy does: write that`,
 			}},
+		{"leading zeros", func(s *corev1.Service) {
+			s.Spec.Type = corev1.ServiceTypeLoadBalancer
+			s.Spec.ClusterIP, s.Spec.ClusterIPs = "10.96.04.001", []string{"10.96.04.001", "fd00::00001"}
+			s.Spec.ExternalIPs = []string{"192.168.099.022", "192.168.99.22"}
+			s.Spec.LoadBalancerSourceRanges = []string{" 192.168.007.000/025"}
+			s.Status.LoadBalancer.Ingress = []corev1.LoadBalancerIngress{{IP: "1.2.3.004"}, {IP: "::ffff:1.2.3.5"}}
+		}, func(s *snapshot.Service) {
+			s.ClusterIPs, s.ExternalIPs = ips("10.96.4.1", "fd00::1"), ips("192.168.99.22")
+			s.SourceRanges, s.LoadBalancerIPs = nets("192.168.7.0/25"), ips("1.2.3.4", "1.2.3.5")
+		}, []string{
+			`Service default/web: spec.clusterIPs[0]: "10.96.04.001" is read as 10.96.4.1, as kube-proxy does: write that`,
+			`Service default/web: spec.clusterIPs[1]: "fd00::00001" is read as fd00::1, as kube-proxy does: write that`,
+			`Service default/web: spec.externalIPs[0]: "192.168.099.022" is read as 192.168.99.22, as kube-proxy does: ` +
+				`write that`,
+			`Service default/web: status.loadBalancer.ingress[0].ip: "1.2.3.004" is read as 1.2.3.4, as kube-proxy does: ` +
+				`write that`,
+			`Service default/web: status.loadBalancer.ingress[1].ip: "::ffff:1.2.3.5" is read as 1.2.3.5, as kube-proxy ` +
+				`does: write that`,
+			`Service default/web: spec.loadBalancerSourceRanges[0]: "192.168.007.000/025" is read as 192.168.7.0/25, as ` +
+				`kube-proxy does: write that`,
+		}},
 		{"bad cluster IP alone", func(s *corev1.Service) { s.Spec.ClusterIP, s.Spec.ClusterIPs = "10.96.0.0.1", nil }, nil,
 			[]string{`Service default/web: spec.clusterIP: "10.96.0.0.1" is not an IP address`}},
 		{"cluster IPs that contradict each other", func(s *corev1.Service) { s.Spec.ClusterIP = "10.96.0.7" },
@@ -306,7 +329,7 @@ func TestService(t *testing.T) {
 				want = webService()
 				test.want(want)
 			}
-			got, problems := (&converter{}).service(in)
+			got, problems := (&converter{}).service(in, nil)
 			if !reflect.DeepEqual(got, want) {
 				t.Errorf("got  %+v\nwant %+v", got, want)
 			}
@@ -331,7 +354,8 @@ func TestSourceRanges(t *testing.T) {
 		{[]string{""}, nets("0.0.0.0/32", "::/128"), 1},
 		{[]string{"10.0.0.1"}, nets("0.0.0.0/32", "::/128"), 1},
 		{[]string{"10.0.0.0/8", "fd00:zz::/48"}, nets("10.0.0.0/8", "::/128"), 1},
-		{[]string{"::ffff:10.0.0.0/104", "fd00::/48"}, nets("fd00::/48", "0.0.0.0/32"), 1},
+		{[]string{"::ffff:10.0.0.0/104", "fd00::/48"}, nets("10.0.0.0/8", "fd00::/48"), 0},
+		{[]string{"::ffff:10.0.0.0/129", "fd00::/48"}, nets("fd00::/48", "0.0.0.0/32"), 1},
 		{[]string{"10.0.0.0/8", "10.0.0.0/99", "fd00::/48"}, nets("10.0.0.0/8", "fd00::/48"), 1},
 	}
 	for _, test := range tests {
@@ -441,6 +465,20 @@ func TestSlice(t *testing.T) {
 			`EndpointSlice default/web-abc: metadata.annotations[endpoints.kubernetes.io/last-change-trigger-time]: ` +
 				`"noon" is not a time such as 2006-01-02T15:04:05Z`,
 		}},
+		{"endpoints with leading zeros", func(s *discoveryv1.EndpointSlice) {
+			s.Endpoints = []discoveryv1.Endpoint{{Addresses: []string{"10.180.00.001"}},
+				{Addresses: []string{"::ffff:10.180.0.2"}}}
+		}, func(s *snapshot.Slice) {
+			s.Endpoints = nil
+			for _, a := range ips("10.180.0.1", "10.180.0.2") {
+				s.Endpoints = append(s.Endpoints, snapshot.Endpoint{Addr: a, Ready: true, Serving: true})
+			}
+		}, []string{
+			`EndpointSlice default/web-abc: endpoints[0].addresses[0]: "10.180.00.001" is read as 10.180.0.1, as ` +
+				`kube-proxy does: write that`,
+			`EndpointSlice default/web-abc: endpoints[1].addresses[0]: "::ffff:10.180.0.2" is read as 10.180.0.2, as ` +
+				`kube-proxy does: write that`,
+		}},
 		{"endpoints", func(s *discoveryv1.EndpointSlice) {
 			s.Endpoints = []discoveryv1.Endpoint{
 				{Addresses: []string{"10.1.0.1"}, Conditions: discoveryv1.EndpointConditions{Ready: ptr(false),
@@ -480,7 +518,7 @@ func TestSlice(t *testing.T) {
 				want = webSlice()
 				test.want(want)
 			}
-			got, problems := (&converter{}).slice(in)
+			got, problems := (&converter{}).slice(in, nil)
 			if !reflect.DeepEqual(got, want) {
 				t.Errorf("got  %+v\nwant %+v", got, want)
 			}

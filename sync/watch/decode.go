@@ -1,9 +1,11 @@
 package watch
 
 import (
+	"cmp"
 	"encoding/json"
 	"errors"
 	"fmt"
+	"maps"
 	"reflect"
 	"slices"
 	"strconv"
@@ -12,6 +14,8 @@ import (
 	"time"
 
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+
+	"github.com/verdict-proxy/verdict/internal/nearest"
 )
 
 // decoder decodes a tree into an API object. The libraries for this lose either the line numbers or the time: they go
@@ -46,6 +50,13 @@ func (d *decoder) decode(t *tree, v reflect.Value) {
 	if t.null() {
 		return
 	}
+	if d.inAnnotation() && (t.kind != scalar || !t.quoted && nonTextKind(t.text) != "") {
+		d.report(t.line, "", "this is %s, not text: put it in quotation marks",
+			cmp.Or(nonTextKind(t.text), kindWords[t.kind]))
+		d.problems[len(d.problems)-1].Warning = true
+		v.SetString(t.text)
+		return
+	}
 	if reflect.PointerTo(v.Type()).Implements(unmarshaler) {
 		if created, ok := v.Addr().Interface().(*metav1.Time); ok && d.path[len(d.path)-1] == ".creationTimestamp" {
 			d.decodeTime(t, created)
@@ -78,6 +89,12 @@ func (d *decoder) decode(t *tree, v reflect.Value) {
 	}
 }
 
+// inAnnotation reports whether the current position is the value of an annotation. What is wrong there holds nothing
+// else up.
+func (d *decoder) inAnnotation() bool {
+	return len(d.path) == 3 && d.path[0] == ".metadata" && d.path[1] == ".annotations"
+}
+
 // expect says whether t is of the kind that its field asks for, and reports it if not.
 func (d *decoder) expect(t *tree, want treeKind) bool {
 	if t.kind != want {
@@ -100,7 +117,7 @@ func (d *decoder) decodeStruct(t *tree, v reflect.Value) {
 		key := &t.parts[i]
 		f, ok := fields[key.text]
 		if !ok {
-			d.report(key.line, "."+short(key.text), "unknown field%s", suggest(fields, key.text))
+			d.report(key.line, "."+short(key.text), "unknown field%s", d.suggest(fields, key.text))
 			continue
 		}
 		field := v.FieldByIndex(f.index)
@@ -112,6 +129,16 @@ func (d *decoder) decodeStruct(t *tree, v reflect.Value) {
 		}
 		d.descend(f.step, &t.parts[i+1], field)
 	}
+}
+
+// suggest names the field that was probably meant, of the first few: looking for it takes time.
+func (d *decoder) suggest(fields map[string]structField, key string) string {
+	if len(d.problems) < maxObjectProblems {
+		if like := nearest.Of(key, slices.Sorted(maps.Keys(fields))); like != "" {
+			return ": did you mean " + like + "?"
+		}
+	}
+	return ""
 }
 
 func (d *decoder) decodeMap(t *tree, v reflect.Value) {
@@ -215,14 +242,4 @@ func addFields(fields map[string]structField, t reflect.Type, outer []int) {
 			addFields(fields, f.Type, index)
 		}
 	}
-}
-
-// suggest names the field that was probably meant.
-func suggest(fields map[string]structField, key string) string {
-	for name := range fields {
-		if strings.EqualFold(name, key) {
-			return ": did you mean " + name + "?"
-		}
-	}
-	return ""
 }

@@ -1,11 +1,11 @@
 package watch
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
 	"hash/maphash"
-	"io"
 	"io/fs"
 	"maps"
 	"net/netip"
@@ -13,7 +13,7 @@ import (
 	"path/filepath"
 	"slices"
 	"strings"
-	"syscall"
+	"sync"
 	"time"
 
 	"github.com/verdict-proxy/verdict/sync/snapshot"
@@ -24,7 +24,7 @@ import (
 // so a dump of everything will do.
 //
 // It applies what the API server would do to an object (namespace, defaults), except for allocating addresses and
-// ports. Endpoints are read unless there are EndpointSlices for the same Service.
+// ports. Endpoints count unless there are EndpointSlices for the same Service; it says of each file that it has such.
 //
 // If a file cannot be read, or one of its documents cannot, the file is reported and its last good version stays in
 // force as a whole. On first reading there is no such version: then the valid documents count. If an object is in two
@@ -32,7 +32,8 @@ import (
 // hosts make on a shared file system are not noticed.
 //
 // If Path itself disappears, everything stays in force until it is back. An empty directory or file means that there is
-// nothing.
+// nothing. A file that is too large, or whose file system does not answer, is one that cannot be read: the others
+// count, and it is tried again.
 type Files struct {
 	// Path is a file, or a directory whose *.yaml, *.yml and *.json are read; those that start with a dot or a hash mark
 	// are not. Symbolic links are followed, as a mounted ConfigMap has them.
@@ -44,6 +45,25 @@ type Files struct {
 	// Notice gets what went well after the start, in a sentence: changes that were passed on, and files that can be used
 	// again. Nil drops it.
 	Notice func(string)
+
+	mu     sync.Mutex
+	unread []Unread
+	// patience is that of the constant of this name, but in tests.
+	patience time.Duration
+}
+
+// Unread is a file that cannot be read, or the path of all files.
+type Unread struct {
+	File  string
+	Err   error
+	Since time.Time
+}
+
+// Unread returns what cannot be read now, sorted by name. It is safe for concurrent use.
+func (f *Files) Unread() []Unread {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	return f.unread
 }
 
 // A refresh starts when there was no change for debounce, at the latest after maxDebounce.
@@ -56,6 +76,7 @@ const (
 // nil. It fails if Path, or every file of it, cannot be read at the start, or if it cannot be watched.
 func (f *Files) Run(ctx context.Context, sink Sink) error {
 	d := newManifestDir(f.Path, f.NodeName, serialized(f.Report))
+	d.patience = cmp.Or(f.patience, patience)
 	if f.Notice != nil {
 		d.notice = f.Notice
 	}
@@ -64,26 +85,39 @@ func (f *Files) Run(ctx context.Context, sink Sink) error {
 		return fmt.Errorf("watch %s: %w", f.Path, err)
 	}
 	defer w.close()
-	d.rewatch(w)
+	d.watcher = w
 	// If nothing can be read, nothing is known. That is not the same as having no Services.
-	if err := CheckFiles(f.Path); err != nil {
-		return err
+	if err := cmp.Or(d.refresh(ctx), d.nothingRead()); err != nil {
+		return unlessDone(ctx, err)
 	}
-	if err := d.refresh(); err != nil {
-		return err
-	}
+	f.setUnread(d)
 	d.publish(sink)
 	sink.Synced()
+	return f.follow(ctx, d, sink)
+}
+
+// unlessDone returns an error, but not that of a context that is done.
+func unlessDone(ctx context.Context, err error) error {
+	if ctx.Err() != nil {
+		return nil
+	}
+	return err
+}
+
+// follow waits for changes and applies them.
+func (f *Files) follow(ctx context.Context, d *manifestDir, sink Sink) error {
 	timer := time.NewTimer(0)
 	<-timer.C
+	retry := time.NewTicker(d.patience)
+	defer retry.Stop()
 	var deadline time.Time
 	for {
 		select {
 		case <-ctx.Done():
 			return nil
-		case events, ok := <-w.events:
+		case events, ok := <-d.watcher.events:
 			if !ok {
-				return fmt.Errorf("watch %s: %w", f.Path, w.err)
+				return fmt.Errorf("watch %s: %w", f.Path, d.watcher.err)
 			}
 			if !d.handleEvents(events) {
 				continue
@@ -92,46 +126,69 @@ func (f *Files) Run(ctx context.Context, sink Sink) error {
 				deadline = time.Now().Add(maxDebounce)
 			}
 			timer.Reset(min(debounce, time.Until(deadline)))
+			continue
+		case <-retry.C:
+			if len(d.unread) == 0 {
+				continue
+			}
+		case <-d.answers:
+			if !d.answeredLate() {
+				continue
+			}
 		case <-timer.C:
 			deadline = time.Time{}
-			d.rewatch(w)
-			d.reportOnce("lost", d.path, d.refresh(), "; the last good version stays in force")
-			if delta := d.publish(sink); !delta.Empty() {
-				d.notice("applying changed manifests: " + deltaText(&delta))
-			}
+		}
+		err := d.refresh(ctx)
+		if ctx.Err() != nil {
+			return nil
+		}
+		d.reportOnce("lost", d.path, err, "; the last good version stays in force")
+		f.setUnread(d)
+		if delta := d.publish(sink); !delta.Empty() {
+			d.notice("applying changed manifests: " + deltaText(&delta))
 		}
 	}
+}
+
+// setUnread publishes what cannot be read.
+func (f *Files) setUnread(d *manifestDir) {
+	var list []Unread
+	for _, name := range slices.Sorted(maps.Keys(d.unread)) {
+		list = append(list, d.unread[name])
+	}
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	f.unread = list
 }
 
 // CheckFiles says whether Files could read a path: a readable file, or a directory that is empty or has a readable
 // file. It does not look at the content of files.
-func CheckFiles(path string) error {
+func CheckFiles(ctx context.Context, path string) error {
 	d := newManifestDir(path, "", nil)
-	dir, names, err := d.listFiles()
+	l, err := d.list(ctx)
 	if err != nil {
 		return fmt.Errorf("manifests: %s: %w", path, pathless(err))
 	}
-	d.dir = dir
-	for _, name := range names {
-		if _, err = readText(d.file(name), false); err == nil {
-			return nil
+	for _, left := range [...]time.Duration{d.patience / 16, d.patience} { // one that hangs may have others behind it
+		d.left = left
+		for _, name := range l.names {
+			if _, err = d.text(ctx, name, false); err == nil {
+				return nil
+			}
 		}
 	}
-	if err != nil {
-		return fmt.Errorf("manifests: %s: cannot read it: %w", path, pathless(err))
-	}
-	return nil
+	return d.unreadable(err)
 }
 
 // Load reads once what Files would. Path may also be a pipe, such as /dev/stdin, which is read to its end. The listed
-// errors are problems of single files and objects; the snapshot has the rest. If path cannot be read at all, the last
+// errors are problems of single files and objects; the snapshot has the rest. If nothing of path can be read, the last
 // error is set and the snapshot is nil.
-func Load(path, nodeName string) (*snapshot.Snapshot, []error, error) {
+func Load(ctx context.Context, path, nodeName string) (*snapshot.Snapshot, []error, error) {
 	var problems []error
 	d := newManifestDir(path, nodeName, func(err error) { problems = append(problems, err) })
 	d.pipes = true
-	if err := d.refresh(); err != nil {
-		return nil, problems, err
+	if err := cmp.Or(d.refresh(ctx), d.nothingRead()); err != nil {
+		return nil, nil, err
 	}
 	s := snapshot.New()
 	s.Apply(d.delta())
@@ -145,6 +202,18 @@ type manifestDir struct {
 	reader *reader
 	report func(error)
 	notice func(string)
+	// watcher is nil if the files are read only once.
+	watcher *inotify
+	fileSystems
+
+	// listing and reading are questions that are not answered yet, reading by name; listed is the last answer. Ways lead
+	// to the files, by name.
+	listing *question[listing]
+	listed  *listing
+	reading map[string]*question[fileText]
+	ways    map[string]*watchedPaths
+	// unread are the files that cannot be read, by name, and the path itself, as the empty name.
+	unread map[string]Unread
 
 	// files are keyed by name. A Path that is a file is the only one, and has its base name.
 	files     map[string]*manifest
@@ -164,13 +233,18 @@ type manifestDir struct {
 	dir bool
 	// missing says that the path did not exist at the last refresh.
 	missing bool
+	// folders is what was said of directories that are not read.
+	folders string
 }
 
 func newManifestDir(path, nodeName string, report func(error)) *manifestDir {
 	return &manifestDir{
 		path: path, reader: newReader(nodeName), report: report, notice: func(string) {}, allDirty: true,
-		published: &content{},
-		files:     map[string]*manifest{}, reported: map[string]bool{}, dirty: map[string]bool{}, creating: map[string]bool{},
+		published:   &content{},
+		fileSystems: fileSystems{answers: make(chan struct{}, 1), patience: patience},
+		files:       map[string]*manifest{}, reported: map[string]bool{}, dirty: map[string]bool{},
+		creating: map[string]bool{}, reading: map[string]*question[fileText]{}, ways: map[string]*watchedPaths{},
+		unread: map[string]Unread{},
 	}
 }
 
@@ -186,62 +260,134 @@ func isManifest(name string) bool {
 	return false
 }
 
-// listFiles returns the names of the existing files, sorted.
-func (d *manifestDir) listFiles() (dir bool, names []string, err error) {
-	info, err := os.Stat(d.path)
-	if err != nil {
-		return false, nil, err
-	}
-	if !info.IsDir() {
-		return false, []string{filepath.Base(d.path)}, nil
-	}
-	entries, err := os.ReadDir(d.path)
-	for _, e := range entries {
-		if isManifest(e.Name()) && !e.IsDir() {
-			names = append(names, e.Name())
-		}
-	}
-	return true, names, err
-}
-
-// refresh reads what has changed. An error means that the path cannot be read; then nothing has changed.
-func (d *manifestDir) refresh() error {
-	dir, names, err := d.listFiles()
+// refresh reads what has changed, and what could not be read. An error means that the path cannot be read; then nothing
+// has changed.
+func (d *manifestDir) refresh(ctx context.Context) error {
+	l, err := d.list(ctx)
 	if err != nil {
 		d.allDirty, d.missing = true, true
 		clear(d.creating)
+		d.setUnread("", d.path, err)
+		d.rewatch()
 		return fmt.Errorf("manifests: %s: %w", d.path, pathless(err))
 	}
-	d.dir = dir
-	if d.missing && len(names) == 0 {
+	d.setUnread("", d.path, nil)
+	if d.missing && len(l.names) == 0 {
+		d.rewatch()
 		return nil // the directory has just been created again, and its files are yet to come
 	}
 	d.missing = false
-	for _, name := range names {
-		if d.creating[name] && d.files[name] != nil || !d.allDirty && !d.dirty[name] {
+	for _, name := range l.names {
+		if d.creating[name] && d.files[name] != nil || !d.toRead(name) {
 			continue
 		}
-		d.read(name, d.file(name))
+		if d.read(ctx, name); ctx.Err() != nil {
+			return context.Cause(ctx)
+		}
 	}
-	maps.DeleteFunc(d.files, func(name string, _ *manifest) bool {
-		_, there := slices.BinarySearch(names, name)
-		return !there
-	})
+	d.forget(l.names)
+	d.noticeFolders(l.folders)
 	d.allDirty = false
 	clear(d.dirty)
+	d.rewatch()
 	return nil
 }
 
+// toRead says whether a file is to be read: it may have changed, could not be read, or was read late.
+func (d *manifestDir) toRead(name string) bool {
+	_, unread := d.unread[name]
+	return d.allDirty || d.dirty[name] || unread
+}
+
+// answeredLate reports whether a file was read of which nobody has heard yet.
+func (d *manifestDir) answeredLate() bool {
+	for _, q := range d.reading {
+		if q.answered() {
+			return true
+		}
+	}
+	return false
+}
+
+// forget forgets all files but these.
+func (d *manifestDir) forget(names []string) {
+	gone := func(name string) bool {
+		_, there := slices.BinarySearch(names, name)
+		return !there
+	}
+	maps.DeleteFunc(d.files, func(name string, _ *manifest) bool { return gone(name) })
+	maps.DeleteFunc(d.unread, func(name string, _ Unread) bool { return gone(name) })
+	maps.DeleteFunc(d.reading, func(name string, _ *question[fileText]) bool { return gone(name) })
+	maps.DeleteFunc(d.ways, func(name string, _ *watchedPaths) bool { return gone(name) })
+}
+
+// noticeFolders says once which directories of the path are not read.
+func (d *manifestDir) noticeFolders(names []string) {
+	const few = 3
+	if len(names) == 0 {
+		return
+	}
+	text := short(names[0])
+	for i, name := range names[1:] {
+		if i == few {
+			text += fmt.Sprintf(" and %d more", len(names)-1-i)
+			break
+		}
+		text += ", " + short(name)
+	}
+	if text = d.path + ": directories in it are not read: " + text; text != d.folders {
+		d.folders = text
+		d.notice(text)
+	}
+}
+
+// setUnread takes note of whether a file, or the path itself, can be read.
+func (d *manifestDir) setUnread(name, file string, err error) {
+	if err == nil {
+		delete(d.unread, name)
+		return
+	}
+	since := time.Now()
+	if before, known := d.unread[name]; known {
+		since = before.Since
+	}
+	d.unread[name] = Unread{file, pathless(err), since}
+}
+
+// nothingRead returns an error if there are files and none can be read.
+func (d *manifestDir) nothingRead() error {
+	if len(d.files) > 0 {
+		return nil
+	}
+	for _, u := range d.unread {
+		return d.unreadable(u.Err)
+	}
+	return nil
+}
+
+func (d *manifestDir) unreadable(err error) error {
+	if err == nil {
+		return nil
+	}
+	return fmt.Errorf("manifests: %s: cannot read it: %w", d.path, pathless(err))
+}
+
 // read reads one file.
-func (d *manifestDir) read(name, file string) {
-	text, err := readText(file, d.pipes && !d.dir)
+func (d *manifestDir) read(ctx context.Context, name string) {
+	file := d.file(name)
+	text, err := d.text(ctx, name, d.allDirty || d.dirty[name])
+	if ctx.Err() != nil {
+		return
+	}
 	if errors.Is(err, fs.ErrNotExist) {
-		if _, err := os.Lstat(file); err != nil {
+		if _, gone := os.Lstat(file); gone != nil {
 			delete(d.files, name)
+			delete(d.unread, name)
 			return
 		}
 		err = errors.New("dangling symbolic link")
 	}
+	d.setUnread(name, file, err)
 	if err != nil {
 		err = &Problem{File: file, Err: fmt.Errorf("cannot read it: %w", pathless(err))}
 	}
@@ -252,7 +398,8 @@ func (d *manifestDir) read(name, file string) {
 	if before != nil && before.hash == maphash.String(d.reader.seed, text) {
 		return
 	}
-	m, problems, bad := d.reader.manifest(file, text, before)
+	last := before.byKey()
+	m, problems, bad := d.reader.manifest(file, text, before, last)
 	for _, p := range problems {
 		d.report(p)
 	}
@@ -262,7 +409,7 @@ func (d *manifestDir) read(name, file string) {
 		return
 	}
 	if before != nil {
-		kept, mended := m.keepGood(before)
+		kept, mended := m.keepGood(last)
 		if before.bad {
 			d.notice(file + " is valid again")
 			mended = nil // which says as much
@@ -300,26 +447,6 @@ func pathless(err error) error {
 	return err
 }
 
-// readText reads a regular file, and also a pipe if pipes is set.
-func readText(file string, pipes bool) (string, error) {
-	f, err := os.OpenFile(file, os.O_RDONLY|syscall.O_NONBLOCK, 0)
-	if err != nil {
-		return "", err
-	}
-	defer f.Close()
-	info, err := f.Stat()
-	if err != nil {
-		return "", err
-	}
-	if !info.Mode().IsRegular() && !(pipes && info.Mode()&fs.ModeNamedPipe != 0) {
-		return "", errors.New("not a regular file")
-	}
-	var b strings.Builder
-	b.Grow(int(min(info.Size(), 1<<30)))
-	_, err = io.Copy(&b, f)
-	return b.String(), err
-}
-
 // content is the merged content of all files.
 type content struct {
 	services map[snapshot.Name]*snapshot.Service
@@ -331,9 +458,9 @@ type content struct {
 // merge merges the files. The first file by name wins, and within a file the first object.
 func (d *manifestDir) merge() *content {
 	c := &content{services: map[snapshot.Name]*snapshot.Service{}, slices: map[snapshot.Name]*snapshot.Slice{}}
-	owner := map[objectKey]string{}
-	sliced := map[snapshot.Name]bool{} // the Services that have EndpointSlices
-	endpoints := map[snapshot.Name][]*snapshot.Slice{}
+	owner := map[objectKey]place{}
+	sliced := map[snapshot.Name]bool{}  // the Services that have EndpointSlices
+	endpoints := map[string][]*object{} // by file
 	conflicts := map[string]bool{}
 	var cidrs []*[]netip.Prefix
 	for _, name := range slices.Sorted(maps.Keys(d.files)) {
@@ -342,7 +469,7 @@ func (d *manifestDir) merge() *content {
 				d.conflict(conflicts, o, name, first)
 				continue
 			}
-			owner[o.key] = name
+			owner[o.key] = place{d.file(name), o.line}
 			switch v := o.value.(type) {
 			case *snapshot.Service:
 				if v != nil {
@@ -354,7 +481,9 @@ func (d *manifestDir) merge() *content {
 					sliced[snapshot.Name{Namespace: v.Name.Namespace, Name: v.Service}] = true
 				}
 			case []*snapshot.Slice:
-				endpoints[o.key.name] = v
+				if len(v) > 0 {
+					endpoints[name] = append(endpoints[name], &o)
+				}
 			case *snapshot.Node:
 				c.node = v
 			case *[]netip.Prefix:
@@ -362,23 +491,37 @@ func (d *manifestDir) merge() *content {
 			}
 		}
 	}
-	for service, list := range endpoints {
-		for _, s := range list {
-			if !sliced[service] {
+	for _, name := range slices.Sorted(maps.Keys(endpoints)) {
+		var ignored []*object
+		for _, o := range endpoints[name] {
+			if sliced[o.key.name] {
+				ignored = append(ignored, o)
+				continue
+			}
+			for _, s := range o.value.([]*snapshot.Slice) {
 				c.slices[s.Name] = s
 			}
 		}
+		d.shadowed(conflicts, name, ignored)
 	}
 	c.cidrs = mergePrefixes(cidrs)
 	maps.DeleteFunc(d.reported, func(key string, _ bool) bool {
-		return strings.HasPrefix(key, "twice ") && !conflicts[key]
+		return (strings.HasPrefix(key, "twice ") || strings.HasPrefix(key, "shadowed ")) && !conflicts[key]
 	})
 	return c
 }
 
+// place is where an object stands.
+type place struct {
+	file string
+	line int
+}
+
+func (p place) String() string { return fmt.Sprintf("%s:%d", p.file, p.line) }
+
 // conflict reports a duplicate object, unless it was reported before. It reports only the first few: a copied dump has
 // as many as objects.
-func (d *manifestDir) conflict(conflicts map[string]bool, o object, name, first string) {
+func (d *manifestDir) conflict(conflicts map[string]bool, o object, name string, first place) {
 	if len(conflicts) >= maxProblems {
 		return
 	}
@@ -387,9 +530,27 @@ func (d *manifestDir) conflict(conflicts map[string]bool, o object, name, first 
 	conflicts[key] = true
 	if !d.reported[key] {
 		d.reported[key] = true
-		err := fmt.Errorf("duplicate: the one in %s counts", d.file(first))
+		err := fmt.Errorf("duplicate: the one in %v counts", first)
 		d.report(&Problem{File: d.file(name), Line: o.line, Object: object, Err: err})
 	}
+}
+
+// shadowed reports Endpoints of a file that do not count, once for the file: a dump has as many as Services.
+func (d *manifestDir) shadowed(conflicts map[string]bool, name string, of []*object) {
+	if len(of) == 0 || len(conflicts) >= maxProblems {
+		return
+	}
+	key := "shadowed " + name
+	if conflicts[key] = true; d.reported[key] {
+		return
+	}
+	d.reported[key] = true
+	more := ""
+	if n := len(of) - 1; n > 0 {
+		more = fmt.Sprintf("; the same holds for %d more Endpoints of this file", n)
+	}
+	d.report(&Problem{File: d.file(name), Line: of[0].line, Object: objectName(of[0].key.kind, of[0].key.name),
+		Err: fmt.Errorf("ignored: the Service has EndpointSlices, which count%s", more), Warning: true})
 }
 
 // file returns the path of one of the files.
@@ -409,26 +570,35 @@ func (d *manifestDir) publish(sink Sink) snapshot.Delta {
 	return delta
 }
 
-// deltaText says how many objects changed, and names the Services if they are few.
+// deltaText says how many objects changed and how many are gone, and names the Services if they are few.
 func deltaText(delta *snapshot.Delta) string {
 	const few = 3
 	var parts []string
-	count := func(n int, kind string) {
+	count := func(n int, kind, is string) {
 		if n > 1 {
 			kind += "s"
 		}
 		if n > 0 {
-			parts = append(parts, fmt.Sprintf("%d %s", n, kind))
+			parts = append(parts, fmt.Sprintf("%d %s%s", n, kind, is))
 		}
 	}
-	if n := len(delta.Services); n > 0 && n <= few {
-		for _, name := range slices.SortedFunc(maps.Keys(delta.Services), snapshot.Name.Compare) {
-			parts = append(parts, objectName("Service", name))
-		}
+	const gone = " removed"
+	changed, removed := tally(delta.Services)
+	if len(delta.Services) > few {
+		count(changed, "Service", "")
+		count(removed, "Service", gone)
 	} else {
-		count(n, "Service")
+		for _, name := range slices.SortedFunc(maps.Keys(delta.Services), snapshot.Name.Compare) {
+			text := objectName("Service", name)
+			if delta.Services[name] == nil {
+				text += gone
+			}
+			parts = append(parts, text)
+		}
 	}
-	count(len(delta.Slices), "EndpointSlice")
+	changed, removed = tally(delta.Slices)
+	count(changed, "EndpointSlice", "")
+	count(removed, "EndpointSlice", gone)
 	if delta.Node != nil {
 		parts = append(parts, "the Node")
 	}
@@ -436,6 +606,16 @@ func deltaText(delta *snapshot.Delta) string {
 		parts = append(parts, "ServiceCIDRs")
 	}
 	return strings.Join(parts, ", ")
+}
+
+// tally counts the objects that changed and those that are gone.
+func tally[T any](objects map[snapshot.Name]*T) (changed, removed int) {
+	for _, o := range objects {
+		if o == nil {
+			removed++
+		}
+	}
+	return len(objects) - removed, removed
 }
 
 // delta returns what was not published yet.

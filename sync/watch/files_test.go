@@ -204,7 +204,7 @@ func TestFilesFollowsADirectory(t *testing.T) {
 	v.awaitServices("default/ignored 10.96.0.99", "default/web 10.96.0.5")
 	must(t, os.Symlink("a.yaml", in("z.yaml")))
 	v.wantProblems(in("z.yaml") +
-		":1: Service default/web: duplicate: the one in " + in("a.yaml") + " counts")
+		":1: Service default/web: duplicate: the one in " + in("a.yaml") + ":1 counts")
 }
 
 // A file counts when its writer closes it: not while it is empty, and not while half of it is there.
@@ -329,7 +329,7 @@ func TestFilesKeepsTheLastGoodObject(t *testing.T) {
 	write(t, path, service("web", "10.96.0.9"))
 	v.awaitServices("default/web 10.96.0.9")
 	wantNotice(path + " is valid again")
-	wantNotice("applying changed manifests: Service default/api, Service default/web")
+	wantNotice("applying changed manifests: Service default/api removed, Service default/web")
 }
 
 // kubelet mounts a ConfigMap as links to files in a directory that is a link itself, and swaps that one.
@@ -415,7 +415,7 @@ func TestFilesSameObjectTwice(t *testing.T) {
 	write(t, b, "# two\n"+service("api", "10.96.0.3")+"---\n"+service("web", "10.96.0.2"))
 	v := watchFiles(t, dir)
 	v.awaitServices("default/api 10.96.0.3", "default/web 10.96.0.1")
-	v.wantProblems(b + ":9: Service default/web: duplicate: the one in " + a + " counts")
+	v.wantProblems(b + ":9: Service default/web: duplicate: the one in " + a + ":1 counts")
 	write(t, filepath.Join(dir, "c.yaml"), service("c", "10.96.0.4")) // not reported again
 	v.awaitServices("default/api 10.96.0.3", "default/c 10.96.0.4", "default/web 10.96.0.1")
 	must(t, os.Remove(a))
@@ -425,7 +425,7 @@ func TestFilesSameObjectTwice(t *testing.T) {
 	}
 	write(t, a, service("web", "10.96.0.1"))
 	v.awaitServices("default/api 10.96.0.3", "default/c 10.96.0.4", "default/web 10.96.0.1")
-	v.wantProblems(b + ":9: Service default/web: duplicate: the one in " + a + " counts")
+	v.wantProblems(b + ":9: Service default/web: duplicate: the one in " + a + ":1 counts")
 }
 
 func TestLoad(t *testing.T) {
@@ -451,7 +451,7 @@ addressType: IPv4
 ports: [{port: 8080}]
 endpoints: [{addresses: [10.1.0.1]}]
 `)
-	s, problems, err := Load(dir, "n1")
+	s, problems, err := Load(t.Context(), dir, "n1")
 	must(t, err)
 	endpoints := map[string]string{}
 	for _, list := range s.Slices {
@@ -469,26 +469,57 @@ endpoints: [{addresses: [10.1.0.1]}]
 	}
 	want := filepath.Join(dir, "dump.yaml") +
 		`:19: Service default/bad: spec.clusterIP: "10.96.0.300" is not an IP address`
-	if !slices.Equal(lines(problems), []string{want}) {
-		t.Errorf("problems %q, want %q", lines(problems), want)
+	unread := filepath.Join(dir, "dump.yaml") +
+		":11: Endpoints default/web: ignored: the Service has EndpointSlices, which count"
+	if !slices.Equal(lines(problems), []string{want, unread}) {
+		t.Errorf("problems %q, want %q and %q", lines(problems), want, unread)
 	}
 	var p *Problem
 	if !errors.As(problems[0], &p) || p.Line != 19 || errors.Unwrap(p) != p.Err {
 		t.Errorf("problem is %#v", problems[0])
 	}
-	file, _, err := Load(filepath.Join(dir, "slices.yaml"), "")
+	file, _, err := Load(t.Context(), filepath.Join(dir, "slices.yaml"), "")
 	if err != nil || len(file.Slices) != 1 {
 		t.Errorf("one file: %v %v", file, err)
 	}
 	missing := filepath.Join(dir, "missing")
-	if _, _, err := Load(missing, "n1"); err == nil || err.Error() != "manifests: "+missing+": no such file or "+
-		"directory" || !errors.Is(err, fs.ErrNotExist) {
+	if _, _, err := Load(t.Context(), missing, "n1"); err == nil ||
+		err.Error() != "manifests: "+missing+": no such file or directory" || !errors.Is(err, fs.ErrNotExist) {
 		t.Errorf("missing path: %v", err)
 	}
 	err = (&Files{Path: missing}).Run(t.Context(), &view{})
 	if err == nil || err.Error() != "manifests: "+missing+": no such file or directory" {
 		t.Errorf("Run on a missing path: %v", err)
 	}
+}
+
+// TestUnreadEndpoints: Endpoints beside EndpointSlices are said once for each file, and again if that changed between.
+func TestUnreadEndpoints(t *testing.T) {
+	dir := t.TempDir()
+	a, b := filepath.Join(dir, "a.yaml"), filepath.Join(dir, "b.yaml")
+	text := ""
+	for _, name := range []string{"web", "api", "other"} {
+		text += "apiVersion: v1\nkind: Endpoints\nmetadata: {name: " + name + "}\n" +
+			"subsets: [{addresses: [{ip: 10.1.0.9}], ports: [{port: 8080}]}]\n---\n"
+	}
+	write(t, a, text)
+	slice := func(service string) string {
+		return "apiVersion: discovery.k8s.io/v1\nkind: EndpointSlice\naddressType: IPv4\nports: [{port: 8080}]\n" +
+			"metadata: {name: " + service + "-1, labels: {kubernetes.io/service-name: " + service + "}}\n" +
+			"endpoints: [{addresses: [10.1.0.1]}]\n---\n"
+	}
+	both := slice("web") + slice("api")
+	write(t, b, both)
+	v := watchFiles(t, dir)
+	said := a + ":1: Endpoints default/web: ignored: the Service has EndpointSlices, which count; " +
+		"the same holds for 1 more Endpoints of this file"
+	v.wantProblems(said)
+	write(t, b, both+service("x", "10.96.0.9"))
+	v.awaitServices("default/x 10.96.0.9")
+	write(t, b, "")
+	v.awaitServices()
+	write(t, b, both)
+	v.wantProblems(said)
 }
 
 // A directory written to without end is read all the same, and no delta comes later than it must.
@@ -534,7 +565,7 @@ func BenchmarkLoad(b *testing.B) {
 			)
 			for b.Loop() {
 				d, s = newManifestDir(path, "n1", func(err error) { b.Error(err) }), snapshot.New()
-				if err := d.refresh(); err != nil {
+				if err := d.refresh(b.Context()); err != nil {
 					b.Fatal(err)
 				}
 				if s.Apply(d.delta()); len(s.Services) != 10000 || len(s.Slices) != 10000 {
@@ -552,10 +583,10 @@ func BenchmarkEdit(b *testing.B) {
 	text := kubectlList(b, 10000, "yaml")
 	other := strings.Replace(text, "10.96.20.51", "10.96.250.51", 1)
 	r := newReader("n1")
-	m, _, _ := r.manifest("dump.yaml", text, nil)
+	m, _, _ := r.manifest("dump.yaml", text, nil, nil)
 	b.SetBytes(int64(len(text)))
 	for i := 0; b.Loop(); i++ {
-		m, _, _ = r.manifest("dump.yaml", []string{other, text}[i%2], m)
+		m, _, _ = r.manifest("dump.yaml", []string{other, text}[i%2], m, m.byKey())
 	}
 }
 
@@ -576,7 +607,7 @@ func TestCheckFiles(t *testing.T) {
 		"empty": "", "some": "", "some/b.yaml": "", "missing": "missing: no such file or directory",
 		"none": "none: cannot read it: no such file or directory", "pipe": "pipe: cannot read it: not a regular file",
 	} {
-		err := CheckFiles(path(name))
+		err := CheckFiles(t.Context(), path(name))
 		if (err == nil) != (want == "") || err != nil && !strings.HasSuffix(err.Error(), want) {
 			t.Errorf("%s: %v; want %q", name, err, want)
 		}
@@ -592,29 +623,32 @@ func TestCheckFiles(t *testing.T) {
 	}
 }
 
-// TestDeltaText: an edit is told with the Services by name if they are few, and with the number of other objects.
+// TestDeltaText: an edit is told with the Services by name if they are few, and with the number of other objects; what
+// is removed is told in other words.
 func TestDeltaText(t *testing.T) {
-	named := func(kind string, n int) (names []snapshot.Name) {
-		for i := range n {
-			names = append(names, snapshot.Name{Namespace: "default", Name: fmt.Sprint(kind, i)})
-		}
-		return names
-	}
 	for _, test := range []struct {
-		services, slices int
-		want             string
+		services, goneServices, slices, goneSlices int
+		want                                       string
 	}{
-		{1, 0, "Service default/s0"},
-		{0, 1, "1 EndpointSlice"},
-		{2, 2, "Service default/s0, Service default/s1, 2 EndpointSlices"},
-		{4, 1, "4 Services, 1 EndpointSlice"},
+		{1, 0, 0, 0, "Service default/s0"},
+		{0, 1, 0, 0, "Service default/s0 removed"},
+		{0, 0, 0, 1, "1 EndpointSlice removed"},
+		{1, 1, 2, 0, "Service default/s0 removed, Service default/s1, 2 EndpointSlices"},
+		{4, 0, 1, 0, "4 Services, 1 EndpointSlice"},
+		{4, 2, 1, 3, "4 Services, 2 Services removed, 1 EndpointSlice, 3 EndpointSlices removed"},
 	} {
 		d := snapshot.Delta{Services: map[snapshot.Name]*snapshot.Service{}, Slices: map[snapshot.Name]*snapshot.Slice{}}
-		for _, n := range named("s", test.services) {
-			d.Services[n] = nil
+		for i := range test.goneServices + test.services {
+			d.Services[snapshot.Name{Namespace: "default", Name: fmt.Sprint("s", i)}] = nil
+			if i >= test.goneServices {
+				d.Services[snapshot.Name{Namespace: "default", Name: fmt.Sprint("s", i)}] = &snapshot.Service{}
+			}
 		}
-		for _, n := range named("e", test.slices) {
-			d.Slices[n] = nil
+		for i := range test.goneSlices + test.slices {
+			d.Slices[snapshot.Name{Namespace: "default", Name: fmt.Sprint("e", i)}] = nil
+			if i >= test.goneSlices {
+				d.Slices[snapshot.Name{Namespace: "default", Name: fmt.Sprint("e", i)}] = &snapshot.Slice{}
+			}
 		}
 		if got := deltaText(&d); got != test.want {
 			t.Errorf("%q; want %q", got, test.want)

@@ -34,23 +34,30 @@ func hostile() (services map[string]*corev1.Service, slices map[string]*discover
 		return out
 	}
 	service("weights of commas",
-		func(s *corev1.Service) { s.Annotations[annotationWeights.name] = strings.Repeat(",", 255_000) })
+		func(s *corev1.Service) { s.Annotations[annotationDomain+nameWeights] = strings.Repeat(",", 255_000) })
 	service("many wrong weights",
-		func(s *corev1.Service) { s.Annotations[annotationWeights.name] = strings.Repeat("a=-1,", 4000) })
+		func(s *corev1.Service) { s.Annotations[annotationDomain+nameWeights] = strings.Repeat("a=-1,", 4000) })
 	service("many weights", func(s *corev1.Service) {
-		s.Annotations[annotationWeights.name] = strings.Join(many(50_000, "n%d=1"), ",")
+		s.Annotations[annotationDomain+nameWeights] = strings.Join(many(50_000, "n%d=1"), ",")
 	})
-	service("a long wish for counters", func(s *corev1.Service) { s.Annotations[annotationCounters] = long })
+	service("a long wish for counters", func(s *corev1.Service) { s.Annotations[annotationAlias+nameCounters] = long })
 	service("a long wish for a second chance",
-		func(s *corev1.Service) { s.Annotations[annotationSecondChance] = long })
-	service("a long drain deadline", func(s *corev1.Service) { s.Annotations[annotationDrain] = long })
+		func(s *corev1.Service) { s.Annotations[annotationAlias+nameSecondChance] = long })
+	service("a long drain deadline", func(s *corev1.Service) { s.Annotations[annotationAlias+nameDrain] = long })
 	service("a long wish for a failover",
-		func(s *corev1.Service) { s.Annotations[annotationExternalFailover] = long })
-	service("a long scheduler", func(s *corev1.Service) { s.Annotations[annotationScheduler.name] = long })
+		func(s *corev1.Service) { s.Annotations[annotationAlias+nameExternalFailover] = long })
+	service("a long scheduler", func(s *corev1.Service) { s.Annotations[annotationDomain+nameScheduler] = long })
 	service("many flags of a scheduler",
 		func(s *corev1.Service) {
-			s.Annotations[annotationScheduler.name] = "mh" + strings.Repeat(",port", 50_000)
+			s.Annotations[annotationDomain+nameScheduler] = "mh" + strings.Repeat(",port", 50_000)
 		})
+	service("many unknown annotations", func(s *corev1.Service) {
+		for i := range 10_000 {
+			s.Annotations[annotationAlias+fmt.Sprint("drain", i)] = "30s"
+		}
+		s.Annotations[annotationDomain+long] = ""
+	})
+	service("leading zeros", func(s *corev1.Service) { s.Spec.ExternalIPs = many(50_000, "198.018.%d") })
 	service("wrong external IPs", func(s *corev1.Service) { s.Spec.ExternalIPs = many(50_000, long[:300]+"%d") })
 	service("many external IPs", func(s *corev1.Service) { s.Spec.ExternalIPs = many(50_000, "198.18.%d") })
 	service("many load balancer addresses", func(s *corev1.Service) {
@@ -95,10 +102,10 @@ func hostile() (services map[string]*corev1.Service, slices map[string]*discover
 		func(s *discoveryv1.EndpointSlice) { s.Annotations[corev1.EndpointsLastChangeTriggerTime] = long })
 	slice("a weight that is none",
 		func(s *discoveryv1.EndpointSlice) {
-			s.Annotations[annotationWeight.name] = strings.Repeat("1", 250_000)
+			s.Annotations[annotationDomain+nameWeight] = strings.Repeat("1", 250_000)
 		})
 	slice("two weights", func(s *discoveryv1.EndpointSlice) {
-		s.Annotations[annotationWeight.name], s.Annotations[annotationWeight.older] = "1", long
+		s.Annotations[annotationDomain+nameWeight], s.Annotations[annotationAlias+nameWeight] = "1", long
 	})
 	slice("a type that is none", func(s *discoveryv1.EndpointSlice) { s.AddressType = discoveryv1.AddressType(long) })
 	slice("the same endpoint", func(s *discoveryv1.EndpointSlice) {
@@ -113,7 +120,7 @@ func hostile() (services map[string]*corev1.Service, slices map[string]*discover
 		}
 	})
 	slice("many ports", func(s *discoveryv1.EndpointSlice) {
-		for i := range 20_000 {
+		for i := range 40_000 {
 			s.Ports = append(s.Ports, discoveryv1.EndpointPort{Name: ptr(fmt.Sprint("p", i)), Port: ptr(int32(i))})
 		}
 	})
@@ -127,7 +134,7 @@ func TestNoObjectFloodsTheLog(t *testing.T) {
 	c := &converter{}
 	check := func(what string, problems []*Problem, begin time.Time) {
 		t.Helper()
-		if n := len(problems); n == 0 || n > maxObjectProblems+1 {
+		if n := len(problems); n == 0 || n > 2*maxObjectProblems+1 {
 			t.Errorf("%s: %d problems", what, n)
 		}
 		for _, p := range problems {
@@ -142,7 +149,7 @@ func TestNoObjectFloodsTheLog(t *testing.T) {
 	}
 	for what, o := range services {
 		begin := time.Now()
-		s, problems := c.service(o)
+		s, problems := c.service(o, nil)
 		check(what, problems, begin)
 		if s == nil {
 			continue
@@ -159,7 +166,7 @@ func TestNoObjectFloodsTheLog(t *testing.T) {
 	}
 	for what, o := range slices {
 		begin := time.Now()
-		s, problems := c.slice(o)
+		s, problems := c.slice(o, nil)
 		check(what, problems, begin)
 		if s != nil && (len(s.Ports) > maxPorts || len(s.Endpoints) > 1000) {
 			t.Errorf("%s: %d ports, %d endpoints", what, len(s.Ports), len(s.Endpoints))
@@ -167,24 +174,53 @@ func TestNoObjectFloodsTheLog(t *testing.T) {
 	}
 }
 
+// TestLargeServicesAreWhole: a media server with 20,000 ports at a load balancer address, and the ranges of a whole
+// country, are below all limits.
+func TestLargeServicesAreWhole(t *testing.T) {
+	o := apiService()
+	o.Spec.Type, o.Spec.Ports = corev1.ServiceTypeLoadBalancer, nil
+	o.Spec.ClusterIPs = append(o.Spec.ClusterIPs, "fd00::1")
+	o.Status.LoadBalancer.Ingress = []corev1.LoadBalancerIngress{{IP: "203.0.113.1"}, {IP: "2001:db8::1"}}
+	sl := apiSlice()
+	sl.Ports = nil
+	for i := range 20_000 {
+		name, number := fmt.Sprint("rtp-", i), int32(30_000+i)
+		o.Spec.Ports = append(o.Spec.Ports, corev1.ServicePort{Name: name, Protocol: corev1.ProtocolUDP, Port: number})
+		sl.Ports = append(sl.Ports,
+			discoveryv1.EndpointPort{Name: &name, Protocol: ptr(corev1.ProtocolUDP), Port: &number})
+	}
+	for i := range 16_000 {
+		o.Spec.LoadBalancerSourceRanges = append(o.Spec.LoadBalancerSourceRanges,
+			fmt.Sprintf("20.%d.%d.0/24", i/128, i%128*2))
+	}
+	c := &converter{}
+	s, problems := c.service(o, nil)
+	if len(problems) > 0 || len(s.Ports) != 20_000 || len(s.SourceRanges) != 16_000 || len(s.LoadBalancerIPs) != 2 {
+		t.Errorf("%d ports, %d ranges, %v, %v", len(s.Ports), len(s.SourceRanges), s.LoadBalancerIPs, problems)
+	}
+	if sl, problems := c.slice(sl, nil); len(problems) > 0 || len(sl.Ports) != 20_000 {
+		t.Errorf("%d ports of the slice, %v", len(sl.Ports), problems)
+	}
+}
+
 // TestLimitsKeepWhatIsFirst: who adds too much loses what he added, and opens nothing.
 func TestLimitsKeepWhatIsFirst(t *testing.T) {
 	services, _ := hostile()
 	c := &converter{}
-	s, _ := c.service(services["many ports at many addresses"])
+	s, _ := c.service(services["many ports at many addresses"], nil)
 	if n := len(s.ExternalIPs); n != maxFrontends/1000-1 || s.ExternalIPs[0].String() != "198.18.0.1" ||
 		len(s.Ports) != 1000 {
 		t.Errorf("%d ports at %d addresses", len(s.Ports), n)
 	}
 	ranges := services["source ranges"]
 	ranges.Spec.LoadBalancerSourceRanges = append(ranges.Spec.LoadBalancerSourceRanges, "fd00::/8")
-	s, _ = c.service(ranges)
+	s, _ = c.service(ranges, nil)
 	if n := len(s.SourceRanges); n != maxRanges+1 || s.SourceRanges[n-1] != noSource[1] {
 		t.Errorf("%d ranges, the last is %v", n, s.SourceRanges[n-1])
 	}
 	fits := apiService()
 	fits.Spec.ExternalIPs = []string{"198.51.100.1"}
-	s, problems := c.service(fits)
+	s, problems := c.service(fits, nil)
 	if len(problems) != 0 || len(s.ExternalIPs) != 1 || s.Age != (snapshot.Age{}) {
 		t.Errorf("%+v %v", s, problems)
 	}

@@ -16,7 +16,8 @@ import (
 )
 
 // Host is a source that watches the addresses on this host's interfaces over rtnetlink: all unicast addresses,
-// including loopback, link-local and tentative ones, sorted and unique.
+// including loopback, link-local and tentative ones, sorted and unique. It also follows the networks of these
+// addresses, and the routes of the main table.
 type Host struct {
 	// Namespace is a handle of the network namespace to watch, which must stay open; nil means the one Run is called in.
 	Namespace *netns.NsHandle
@@ -33,18 +34,30 @@ const (
 	addrDebounce = 20 * time.Millisecond
 	// resubscribeDelay is the delay before the next attempt to subscribe.
 	resubscribeDelay = time.Second
+	// routePause is the least time between two lists of the routes, which a CNI plugin may change for every pod. Each
+	// takes at most one part in routeShare of the time.
+	routePause = 2 * time.Second
+	routeShare = 100
+	// maxRoutes is how many routes are looked at. A router may have a million.
+	maxRoutes = 16384
 )
 
 // Run puts the addresses into sink, and again whenever they change, until ctx is done; then it returns nil. It fails if
 // they cannot be read and watched at the start; later it retries.
 func (h *Host) Run(ctx context.Context, sink Sink) error {
 	report := serialized(h.Report)
-	var last []netip.Addr
+	var last hostFacts
 	for synced := false; ; {
-		err := h.watchAddrs(ctx, func(now []netip.Addr) {
-			if !synced || !slices.Equal(now, last) {
-				last = now
-				sink.Put(snapshot.Delta{HostAddrs: &now})
+		err := h.watchAddrs(ctx, func(now hostFacts) {
+			var delta snapshot.Delta
+			if !synced || !slices.Equal(now.addrs, last.addrs) {
+				delta.HostAddrs = &now.addrs
+			}
+			if !synced || !now.networks.Equal(last.networks) {
+				delta.HostNetworks = &now.networks
+			}
+			if last = now; !delta.Empty() {
+				sink.Put(delta)
 			}
 			if !synced {
 				synced = true
@@ -69,9 +82,15 @@ func (h *Host) Run(ctx context.Context, sink Sink) error {
 // errSubscriptionLost says that the kernel dropped messages, or closed the socket.
 var errSubscriptionLost = errors.New("the subscription was lost")
 
-// watchAddrs lists the addresses whenever they may have changed. It subscribes before it lists, so it misses nothing.
-// It lists again instead of applying the messages, so it cannot drift. It only returns with an error.
-func (h *Host) watchAddrs(ctx context.Context, put func([]netip.Addr)) error {
+// hostFacts are what the source knows.
+type hostFacts struct {
+	addrs    []netip.Addr
+	networks snapshot.HostNetworks
+}
+
+// watchAddrs lists the addresses and the routes whenever they may have changed. It subscribes before it lists, so it
+// misses nothing. It lists again instead of applying the messages, so it cannot drift. It only returns with an error.
+func (h *Host) watchAddrs(ctx context.Context, put func(hostFacts)) error {
 	handle, err := h.handle()
 	if err != nil {
 		return err
@@ -82,8 +101,12 @@ func (h *Host) watchAddrs(ctx context.Context, put func([]netip.Addr)) error {
 		return err
 	}
 	defer stop()
-	timer := time.NewTimer(0)
-	pending := true
+	routes, err := h.watchRoutes()
+	if err != nil {
+		return err
+	}
+	defer routes.socket.Close()
+	alarm := newAlarm()
 	for {
 		select {
 		case <-ctx.Done():
@@ -97,24 +120,69 @@ func (h *Host) watchAddrs(ctx context.Context, put func([]netip.Addr)) error {
 					return errSubscriptionLost
 				}
 			}
-			if !pending {
-				pending = true
-				timer.Reset(addrDebounce)
-			}
-		case <-timer.C:
-			pending = false
-			now, err := addresses(handle)
+			alarm.by(time.Now().Add(addrDebounce))
+		case <-alarm.C:
+			alarm.due = time.Time{}
+			now, err := h.list(handle, routes)
 			if errors.Is(err, netlink.ErrDumpInterrupted) {
-				pending = true
-				timer.Reset(addrDebounce)
+				alarm.by(time.Now().Add(addrDebounce))
 				continue
 			}
 			if err != nil {
 				return fmt.Errorf("list: %w", err)
 			}
 			put(now)
+			if routes.stale {
+				alarm.by(routes.due)
+			}
+		case _, ok := <-routes.changed:
+			if !ok {
+				return errSubscriptionLost
+			}
+			routes.stale = true
+			alarm.by(later(time.Now().Add(addrDebounce), routes.due))
 		}
 	}
+}
+
+// alarm is a timer that only ever gets earlier.
+type alarm struct {
+	*time.Timer
+	// due is when it goes off; zero if it is not set.
+	due time.Time
+}
+
+// newAlarm returns one that goes off at once.
+func newAlarm() *alarm { return &alarm{time.NewTimer(0), time.Now()} }
+
+// by has it go off at some time at the latest.
+func (a *alarm) by(at time.Time) {
+	if a.due.IsZero() || at.Before(a.due) {
+		a.due = at
+		a.Reset(time.Until(at))
+	}
+}
+
+// later returns the later of two times.
+func later(a, b time.Time) time.Time {
+	if a.Before(b) {
+		return b
+	}
+	return a
+}
+
+// list lists what may have changed.
+func (h *Host) list(handle *netlink.Handle, routes *routeWatch) (out hostFacts, err error) {
+	if out.addrs, out.networks.Own, err = addresses(handle); err != nil {
+		return out, err
+	}
+	if routes.stale && !time.Now().Before(routes.due) {
+		if err := routes.list(handle); err != nil {
+			return out, err
+		}
+	}
+	out.networks.Routes, out.networks.TooMany = routes.to, routes.tooMany
+	return out, nil
 }
 
 // subscribe subscribes to address changes. updates is closed when the subscription ends; lost then has the kernel's
@@ -150,21 +218,27 @@ func (h *Host) handle() (*netlink.Handle, error) {
 	return netlink.NewHandleAt(*h.Namespace, unix.NETLINK_ROUTE)
 }
 
-// addresses lists the unicast addresses of all interfaces.
-func addresses(handle *netlink.Handle) ([]netip.Addr, error) {
+// addresses lists the unicast addresses of all interfaces, and their networks, but for those of a single address.
+func addresses(handle *netlink.Handle) (addrs []netip.Addr, networks []netip.Prefix, err error) {
 	list, err := handle.AddrList(nil, netlink.FAMILY_ALL)
 	if err != nil {
-		return nil, err
+		return nil, nil, err
 	}
-	addrs := make([]netip.Addr, 0, len(list))
+	addrs = make([]netip.Addr, 0, len(list))
 	for _, a := range list {
 		if a.IPNet == nil {
 			continue
 		}
-		if ip, ok := netip.AddrFromSlice(a.IP); ok && !ip.Unmap().IsMulticast() {
-			addrs = append(addrs, ip.Unmap())
+		ip, ok := netip.AddrFromSlice(a.IP)
+		if ip = ip.Unmap(); !ok || ip.IsMulticast() {
+			continue
+		}
+		addrs = append(addrs, ip)
+		if p, ok := prefixFrom(a.IPNet); ok && !p.IsSingleIP() {
+			networks = append(networks, p)
 		}
 	}
 	slices.SortFunc(addrs, netip.Addr.Compare)
-	return slices.Compact(addrs), nil
+	slices.SortFunc(networks, netip.Prefix.Compare)
+	return slices.Compact(addrs), slices.Compact(networks), nil
 }

@@ -1,10 +1,12 @@
 package watch
 
 import (
+	"cmp"
 	"encoding/binary"
 	"errors"
 	"fmt"
 	"io/fs"
+	"maps"
 	"os"
 	"path/filepath"
 	"strings"
@@ -25,8 +27,10 @@ type inotify struct {
 	err    error
 	done   chan struct{}
 
-	mu   sync.Mutex
-	dirs map[int]string
+	mu sync.Mutex
+	// dirs are the directories that are watched, by the number of the watch, and latest the number that each had last.
+	dirs   map[int]string
+	latest map[string]int
 }
 
 // event is a change of a name in a directory. An empty name stands for the directory itself, or for lost events.
@@ -52,7 +56,7 @@ func newInotify() (*inotify, error) {
 	}
 	w := &inotify{
 		fd: fd, file: os.NewFile(uintptr(fd), "inotify"), events: make(chan []event), done: make(chan struct{}),
-		dirs: map[int]string{},
+		dirs: map[int]string{}, latest: map[string]int{},
 	}
 	go w.read()
 	return w, nil
@@ -64,30 +68,36 @@ func (w *inotify) close() {
 	w.file.Close()
 }
 
-// set watches these directories and no others. It skips directories that do not exist or are not readable, and returns
-// the first other error.
-func (w *inotify) set(dirs map[string]bool) error {
-	w.mu.Lock()
-	defer w.mu.Unlock()
+// add watches further directories. It skips those that do not exist or are not readable, and returns the first other
+// error. It takes as long as their file systems take to answer.
+func (w *inotify) add(dirs map[string]bool) error {
 	var first error
-	now := make(map[int]string, len(dirs))
 	for dir, needed := range dirs {
 		wd, err := unix.InotifyAddWatch(w.fd, dir, inotifyMask)
 		switch {
 		case err == nil:
-			now[wd] = dir
+			w.mu.Lock()
+			w.dirs[wd], w.latest[dir] = dir, wd
+			w.mu.Unlock()
 		case errors.Is(err, fs.ErrNotExist) || err == unix.ENOTDIR || errors.Is(err, fs.ErrPermission) && !needed:
 		case first == nil:
 			first = fmt.Errorf("cannot watch %s: %w (fs.inotify.max_user_watches is the limit)", dir, err)
 		}
 	}
-	for wd := range w.dirs {
-		if _, still := now[wd]; !still {
+	return first
+}
+
+// keep watches no other directories than these, each as it was added last.
+func (w *inotify) keep(dirs map[string]bool) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	for wd, dir := range w.dirs {
+		if _, wanted := dirs[dir]; !wanted || w.latest[dir] != wd {
 			unix.InotifyRmWatch(w.fd, uint32(wd)) // fails if the directory is gone already
+			delete(w.dirs, wd)
 		}
 	}
-	w.dirs = now
-	return first
+	maps.DeleteFunc(w.latest, func(dir string, wd int) bool { return w.dirs[wd] != dir })
 }
 
 func (w *inotify) read() {
@@ -139,6 +149,12 @@ type watchedPaths struct {
 	folder string
 	// dirs are the directories to watch. True is for those without which changes of a file would be missed.
 	dirs map[string]bool
+	// err says why they cannot be watched.
+	err error
+}
+
+func newWatchedPaths() watchedPaths {
+	return watchedPaths{entries: map[dirEntry]string{}, dirs: map[string]bool{}}
 }
 
 // maxLinks is how many symbolic links the kernel follows in one path (path_resolution(7)).
@@ -190,34 +206,53 @@ func (t *watchedPaths) resolve(path string) (dirEntry, bool) {
 func (t *watchedPaths) addFile(name, path string) {
 	at, ok := t.resolve(path)
 	t.dirs[at.dir] = true
-	switch {
-	case !ok:
-	case t.entries[at] == "":
+	if ok {
 		t.entries[at] = name
-	default:
-		t.entries[at] = "" // one file by several names
 	}
 }
 
-// rewatch resolves all paths again and watches them. Call it before reading: a later change makes an event.
-func (d *manifestDir) rewatch(w *inotify) {
-	t := watchedPaths{entries: map[dirEntry]string{}, dirs: map[string]bool{}}
-	path, err := filepath.Abs(d.path)
-	if err != nil {
-		path = d.path
-	}
-	dir, names, _ := d.listFiles()
-	if !dir {
-		t.addFile(filepath.Base(d.path), path)
-	} else if at, ok := t.resolve(path); ok {
-		t.folder = filepath.Join(at.dir, at.name)
-		t.dirs[t.folder] = true
-		for _, name := range names {
-			t.addFile(name, filepath.Join(t.folder, name))
+// several is the name of a file that is read by several names.
+const several = "/"
+
+// merge adds what another one holds.
+func (t *watchedPaths) merge(o *watchedPaths) {
+	for at, name := range o.entries {
+		switch before := t.entries[at]; {
+		case before == "" || before == name:
+			t.entries[at] = name
+		case name != "":
+			t.entries[at] = several
 		}
 	}
-	d.paths = t
-	d.reportOnce("watch", d.path, w.set(t.dirs), "")
+	for dir, needed := range o.dirs {
+		t.dirs[dir] = t.dirs[dir] || needed
+	}
+	t.err = cmp.Or(t.err, o.err)
+}
+
+// watch watches paths. Call it before reading: a later change makes an event.
+func (d *manifestDir) watch(t *watchedPaths) {
+	if d.watcher != nil {
+		t.err = d.watcher.add(t.dirs)
+	}
+}
+
+// rewatch takes note of all that leads to the files, and ends the watching of what does no longer, unless somebody may
+// have begun to watch it.
+func (d *manifestDir) rewatch() {
+	if d.watcher == nil || d.listed == nil {
+		return
+	}
+	t := newWatchedPaths()
+	t.folder = d.listed.paths.folder
+	t.merge(&d.listed.paths)
+	for _, way := range d.ways {
+		t.merge(way)
+	}
+	if d.paths = t; d.hanging.Load() == 0 {
+		d.watcher.keep(t.dirs)
+	}
+	d.reportOnce("watch", d.path, t.err, "")
 }
 
 // handleEvents marks changed files as dirty and says whether there is something to read.
@@ -234,7 +269,7 @@ func (d *manifestDir) handleEvents(events []event) bool {
 			continue
 		case !ok:
 			name = e.name
-		case name == "":
+		case name == "" || name == several:
 			d.allDirty = true
 			continue
 		}

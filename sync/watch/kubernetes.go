@@ -127,6 +127,20 @@ func (c Client) Config() (*rest.Config, error) {
 	return out, nil
 }
 
+// Server returns the address of the API server; the zero Addr if it has a name, or cannot be told.
+func (c Client) Server() netip.Addr {
+	config, err := c.Config()
+	if err != nil {
+		return netip.Addr{}
+	}
+	server, _, err := rest.DefaultServerUrlFor(config)
+	if err != nil {
+		return netip.Addr{}
+	}
+	a, _ := netip.ParseAddr(server.Hostname()) // the zero Addr of a name
+	return a.Unmap()
+}
+
 // InCluster reports whether this process is a container of a pod, which knows its cluster's API server.
 func InCluster() bool {
 	_, err := rest.InClusterConfig()
@@ -193,9 +207,9 @@ func (k *Kubernetes) resources(sink Sink, report func(error)) []resource {
 		sink.Put(snapshot.Delta{Slices: m, Versions: snapshot.Versions{Slices: endpointSlices.version}})
 	}
 	services.versioned, endpointSlices.versioned = true, true
-	nodes := newStore(c.node, sameNode, report, complete("nodes"))
+	nodes := newStore(withoutLast(c.node), sameNode, report, complete("nodes"))
 	nodes.put = k.putNode(sink)
-	cidrs := newStore(c.serviceCIDR, samePrefixes, report, complete("servicecidrs"))
+	cidrs := newStore(withoutLast(c.serviceCIDR), samePrefixes, report, complete("servicecidrs"))
 	cidrs.put = func(map[snapshot.Name]*[]netip.Prefix) {
 		all := mergePrefixes(slices.Collect(maps.Values(cidrs.known)))
 		sink.Put(snapshot.Delta{ServiceCIDRs: &all})
@@ -277,7 +291,8 @@ func (k *Kubernetes) client(gv schema.GroupVersion) (*rest.RESTClient, error) {
 // store is the reflector's end of one resource. It converts objects, keeps the values that it has passed on, and passes
 // on what differs. Only the reflector's goroutine calls it.
 type store[In, Out any] struct {
-	convert func(*In) (*Out, []*Problem)
+	// convert also gets the value that it returned last; nil if there is none.
+	convert func(o *In, last *Out) (*Out, []*Problem)
 	same    func(a, b *Out) bool
 	put     func(map[snapshot.Name]*Out)
 	report  func(error)
@@ -293,7 +308,12 @@ type store[In, Out any] struct {
 	problems map[snapshot.Name]string
 }
 
-func newStore[In, Out any](convert func(*In) (*Out, []*Problem), same func(a, b *Out) bool, report func(error),
+// withoutLast is for objects that nothing is kept of.
+func withoutLast[In, Out any](convert func(*In) (*Out, []*Problem)) func(*In, *Out) (*Out, []*Problem) {
+	return func(o *In, _ *Out) (*Out, []*Problem) { return convert(o) }
+}
+
+func newStore[In, Out any](convert func(*In, *Out) (*Out, []*Problem), same func(a, b *Out) bool, report func(error),
 	complete func(),
 ) *store[In, Out] {
 	return &store[In, Out]{
@@ -333,7 +353,7 @@ func (s *store[In, Out]) convertObject(o any) (*converted[Out], error) {
 		return nil, fmt.Errorf("watch: unexpected object %T", o)
 	}
 	name := nameOf(o.(metav1.Object))
-	value, problems := s.convert(in)
+	value, problems := s.convert(in, s.known[name])
 	text := ""
 	if err := joinProblems(problems); err != nil {
 		text = err.Error()
@@ -546,10 +566,10 @@ func rootCause(err error) string {
 // Objects converts a Service and its slices as every proxy does; a nil Service is one that Verdict does not serve.
 func Objects(svc *corev1.Service, list []discoveryv1.EndpointSlice) (*snapshot.Service, map[string]*snapshot.Slice) {
 	c := &converter{}
-	out, _ := c.service(svc)
+	out, _ := c.service(svc, nil)
 	of := map[string]*snapshot.Slice{}
 	for i := range list {
-		if sl, _ := c.slice(&list[i]); sl != nil && sl.Service == svc.Name {
+		if sl, _ := c.slice(&list[i], nil); sl != nil && sl.Service == svc.Name {
 			of[list[i].Name] = sl
 		}
 	}

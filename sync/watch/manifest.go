@@ -27,6 +27,8 @@ type reader struct {
 	lineSearches atomic.Int32
 	// change, if not nil, says that the text is a change of objects that are known: see LoadChange.
 	change *changeReading
+	// last are the objects of the last reading of the file that is being read.
+	last map[objectKey]*object
 }
 
 func newReader(nodeName string) *reader {
@@ -42,8 +44,8 @@ type manifest struct {
 	objects []object
 	// hash is the hash of the file's text.
 	hash uint64
-	// chunks are the objects of each chunk without problems, by the hash of its text: an edit of a large file costs what
-	// it changes.
+	// chunks are the objects of each chunk without invalid values, by the hash of its text: an edit of a large file costs
+	// what it changes.
 	chunks map[uint64][]object
 	// bad means that a newer text could not be used, and this one stays in force.
 	bad bool
@@ -51,16 +53,24 @@ type manifest struct {
 	others int
 }
 
+// byKey returns the objects by their keys; of two with the same one that is not flawed. The manifest may be nil.
+func (m *manifest) byKey() map[objectKey]*object {
+	if m == nil {
+		return nil
+	}
+	all := make(map[objectKey]*object, len(m.objects))
+	for i := range m.objects {
+		if o := &m.objects[i]; all[o.key] == nil || !o.flawed {
+			all[o.key] = o
+		}
+	}
+	return all
+}
+
 // keepGood puts the objects of an earlier reading in the place of those that have invalid values now: a wrong port must
 // not take the others away. It returns the names of those that it kept, and of those that it kept before and that are
 // valid again.
-func (m *manifest) keepGood(before *manifest) (kept, mended []string) {
-	earlier := map[objectKey]*object{}
-	for i := range before.objects {
-		if o := &before.objects[i]; earlier[o.key] == nil || !o.flawed {
-			earlier[o.key] = o
-		}
-	}
+func (m *manifest) keepGood(earlier map[objectKey]*object) (kept, mended []string) {
 	for i := range m.objects {
 		o := &m.objects[i]
 		switch last := earlier[o.key]; {
@@ -104,10 +114,13 @@ type chunkResult struct {
 	others int
 }
 
-// manifest reads a file's text; before is the file's last content, or nil. The result has the valid part of the text
-// even if bad is true.
-func (r *reader) manifest(file, text string, before *manifest) (m *manifest, problems []error, bad bool) {
+// manifest reads a file's text; before is the file's last content, or nil, and last that by its keys. The result has
+// the valid part of the text even if bad is true.
+func (r *reader) manifest(file, text string, before *manifest, last map[objectKey]*object,
+) (m *manifest, problems []error, bad bool) {
 	r.lineSearches.Store(20)
+	r.last = last
+	defer func() { r.last = nil }()
 	m = &manifest{hash: maphash.String(r.seed, text), chunks: map[uint64][]object{}}
 	if r.change != nil && isDiff(text) {
 		return m, []error{&Problem{File: file, Err: errDiff}}, true
@@ -137,7 +150,7 @@ func (r *reader) manifest(file, text string, before *manifest) (m *manifest, pro
 			p.File, p.Line = file, max(p.Line, 1)+c.line-1
 			problems = append(problems, p)
 		}
-		if len(got.problems) == 0 && c.text != "" {
+		if !invalid(got.problems) && c.text != "" {
 			m.chunks[r.hash(c)] = got.objects
 		}
 		bad = bad || got.bad
@@ -333,7 +346,7 @@ func (r *reader) readObject(t *tree, k kind, key objectKey, out *chunkResult) {
 	if out.bad = out.bad || d.bad; d.bad {
 		return
 	}
-	out.objects = append(out.objects, object{key: r.ownKey(key), value: value, line: t.line, flawed: len(problems) > 0})
+	out.objects = append(out.objects, object{key: r.ownKey(key), value: value, line: t.line, flawed: invalid(problems)})
 }
 
 // ownKey copies the strings of a key: nothing that is kept may reference the file's text.
@@ -412,11 +425,25 @@ func (r *reader) readService(d *decoder, t *tree) (any, []*Problem) {
 				"no node port: nothing allocates one for a manifest; write a number")
 		}
 	}
-	s, problems := r.service(o)
+	last, _ := r.lastValue("Service", nameOf(o)).(*snapshot.Service)
+	s, problems := r.service(o, last)
 	if r.change != nil {
 		r.change.keepStatus(o, s)
 	}
 	return s, append(f.problems(), problems...)
+}
+
+// lastValue returns what an object was before this reading; nil if that is not known.
+func (r *reader) lastValue(kind string, n snapshot.Name) any {
+	switch o := r.last[objectKey{kind, n}]; {
+	case o != nil:
+		return o.value
+	case r.change == nil:
+		return nil
+	case kind == "Service":
+		return r.change.now.Services[n]
+	}
+	return r.change.now.Slices[r.change.now.Owner(n)][n.Name]
 }
 
 func (r *reader) readSlice(d *decoder, t *tree) (any, []*Problem) {
@@ -435,7 +462,8 @@ func (r *reader) readSlice(d *decoder, t *tree) (any, []*Problem) {
 		f.add("addressType", "missing: write IPv4 or IPv6")
 		return (*snapshot.Slice)(nil), f.problems()
 	}
-	return asAny(r.slice(o))
+	last, _ := r.lastValue("EndpointSlice", nameOf(o)).(*snapshot.Slice)
+	return asAny(r.slice(o, last))
 }
 
 func (r *reader) readEndpoints(d *decoder, t *tree) (any, []*Problem) {

@@ -82,7 +82,7 @@ func manifestTests(t testing.TB) []manifestTest {
 func TestManifest(t *testing.T) {
 	for _, test := range manifestTests(t) {
 		t.Run(test.name, func(t *testing.T) {
-			m, problems, bad := newReader("n1").manifest("f.yaml", test.text, nil)
+			m, problems, bad := newReader("n1").manifest("f.yaml", test.text, nil, nil)
 			var objects []string
 			for _, o := range m.objects {
 				objects = append(objects, objectName(o.key.kind, o.key.name))
@@ -111,7 +111,7 @@ addressType: IPv4
 ports: [{port: 8080}]
 endpoints: [{addresses: [10.1.0.1]}]
 `
-	m, problems, _ := newReader("").manifest("f.yaml", text, nil)
+	m, problems, _ := newReader("").manifest("f.yaml", text, nil, nil)
 	service := webService()
 	service.Ports = []snapshot.Port{{Protocol: snapshot.TCP, Port: 80}, {Name: "dns", Protocol: snapshot.UDP, Port: 53}}
 	slice := webSlice()
@@ -220,7 +220,7 @@ func TestListsAreTakenApart(t *testing.T) {
 		}
 		r := newReader("")
 		whole := r.chunk(&docs[0])
-		m, problems, bad := r.manifest("f", text, nil)
+		m, problems, bad := r.manifest("f", text, nil, nil)
 		if bad || len(problems) > 0 || len(whole.problems) > 0 {
 			t.Fatalf("%s: %q %q", format, problems, whole.problems)
 		}
@@ -232,13 +232,13 @@ func TestListsAreTakenApart(t *testing.T) {
 		}
 		for i := range 20 {
 			s, e := dumped(i)
-			service, _ := r.service(s)
-			slice, _ := r.slice(e)
+			service, _ := r.service(s, nil)
+			slice, _ := r.slice(e, nil)
 			if got := []any{m.objects[2*i].value, m.objects[2*i+1].value}; !reflect.DeepEqual(got, []any{service, slice}) {
 				t.Errorf("%s: got %+v %+v, want %+v %+v", format, got[0], got[1], service, slice)
 			}
 		}
-		again, _, _ := r.manifest("f", text, m)
+		again, _, _ := r.manifest("f", text, m, m.byKey())
 		if again.objects[7].value != m.objects[7].value {
 			t.Errorf("%s: unchanged items are read again", format)
 		}
@@ -248,7 +248,7 @@ func TestListsAreTakenApart(t *testing.T) {
 func TestManyProblems(t *testing.T) {
 	text := "kind: ServiceList\napiVersion: v1\nitems:\n" + strings.Repeat("- metadata: {name: a}\n  spec: {clusterIP: "+
 		"None, brandNew: 1}\n", 1000)
-	_, problems, bad := newReader("").manifest("f.yaml", text, nil)
+	_, problems, bad := newReader("").manifest("f.yaml", text, nil, nil)
 	if len(problems) != maxProblems+1 || bad {
 		t.Fatalf("%d problems", len(problems))
 	}
@@ -273,7 +273,7 @@ func TestBombs(t *testing.T) {
 		"deep items":  `{"kind": "List", "items": ` + strings.Repeat(`[{"kind":"List","items":`, 100000),
 	}
 	for name, text := range texts {
-		m, problems, bad := newReader("").manifest("f.yaml", text, nil)
+		m, problems, bad := newReader("").manifest("f.yaml", text, nil, nil)
 		if !bad || len(problems) == 0 || len(m.objects) > 0 {
 			t.Errorf("%s: %q", name, problems)
 		}
@@ -292,20 +292,20 @@ func FuzzManifest(f *testing.F) {
 	path := filepath.Join(f.TempDir(), "f.yaml")
 	f.Fuzz(func(t *testing.T, text string) {
 		r := newReader("n1")
-		m, problems, _ := r.manifest(path, text, nil)
+		m, problems, _ := r.manifest(path, text, nil, nil)
 		for _, p := range problems {
 			if strings.ContainsAny(p.Error(), "\n\x00\x1b") {
 				t.Errorf("a report has control characters: %q", p)
 			}
 		}
-		again, _, _ := r.manifest(path, text, m)
+		again, _, _ := r.manifest(path, text, m, m.byKey())
 		if len(again.objects) != len(m.objects) {
 			t.Errorf("%d objects, then %d", len(m.objects), len(again.objects))
 		}
 		if err := os.WriteFile(path, []byte(text), 0o600); err != nil {
 			t.Fatal(err)
 		}
-		if _, _, err := Load(path, "n1"); err != nil {
+		if _, _, err := Load(t.Context(), path, "n1"); err != nil {
 			t.Error(err)
 		}
 	})

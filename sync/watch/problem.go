@@ -31,6 +31,9 @@ type Problem struct {
 	Field string
 	// Err says what is wrong and, if that is not obvious, what to do.
 	Err error
+	// Warning says that all else in the object counts, also where another invalid value would keep its last good version
+	// in force.
+	Warning bool
 }
 
 func (p *Problem) Error() string {
@@ -58,12 +61,14 @@ func (p *Problem) Unwrap() error { return p.Err }
 type problemList struct {
 	object string
 	list   []*Problem
-	// omitted is how many there are beyond those in the list.
+	// warnings have a list of their own, so that they leave no invalid value out.
+	warnings []*Problem
+	// omitted is how many there are beyond those in the lists.
 	omitted int
 }
 
-// maxObjectProblems is how many problems of one object are reported. An object may have as many invalid entries as the
-// API server accepts, which is more than a hundred thousand.
+// maxObjectProblems is how many problems of one object are reported, and how many warnings. An object may have as many
+// invalid entries as the API server accepts, which is more than a hundred thousand.
 const maxObjectProblems = 8
 
 func objectName(kind string, n snapshot.Name) string {
@@ -88,12 +93,29 @@ func (f *problemList) add(field, format string, args ...any) {
 	f.list = append(f.list, &Problem{Object: f.object, Field: field, Err: fmt.Errorf(format, args...)})
 }
 
+// warn is add for a Warning.
+func (f *problemList) warn(field, format string, args ...any) {
+	if len(f.warnings) == maxObjectProblems {
+		f.omitted++
+		return
+	}
+	p := &Problem{Object: f.object, Field: field, Err: fmt.Errorf(format, args...), Warning: true}
+	f.warnings = append(f.warnings, p)
+}
+
 // problems returns the problems; the last one says how many were omitted.
 func (f *problemList) problems() []*Problem {
-	if f.omitted == 0 {
-		return f.list
+	all := slices.Concat(f.list, f.warnings)
+	if f.omitted > 0 {
+		all = append(all, &Problem{Object: f.object, Err: fmt.Errorf("... and %d more problems", f.omitted),
+			Warning: len(f.list) == 0})
 	}
-	return append(slices.Clip(f.list), &Problem{Object: f.object, Err: fmt.Errorf("... and %d more problems", f.omitted)})
+	return all
+}
+
+// invalid reports whether one of the problems is more than a Warning.
+func invalid(problems []*Problem) bool {
+	return slices.ContainsFunc(problems, func(p *Problem) bool { return !p.Warning })
 }
 
 // joinProblems joins the problems into one error, for comparing with what was reported before; nil if there are none.

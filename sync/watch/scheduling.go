@@ -1,6 +1,8 @@
 package watch
 
 import (
+	"cmp"
+	"maps"
 	"slices"
 	"strconv"
 	"strings"
@@ -8,83 +10,61 @@ import (
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
-// The annotations that say how the endpoints of a Service are chosen; docs/SCHEDULING.md says what they mean.
-var (
-	annotationScheduler = annotation{"verdict-proxy.github.io/scheduler", "verdict/scheduler"}
-	annotationWeights   = annotation{"verdict-proxy.github.io/weights", "verdict/weights"}
-	annotationZones     = annotation{"verdict-proxy.github.io/zones", "verdict/zones"}
-	// annotationZoneDemand belongs to annotationZones.
-	annotationZoneDemand = annotation{"verdict-proxy.github.io/zone-demand", "verdict/zone-demand"}
-	// annotationWeight is a slice's.
-	annotationWeight = annotation{"verdict-proxy.github.io/weight", "verdict/weight"}
-)
-
-// annotationCiliumWeight is Cilium's weight of a slice, from 0 to 65535, where an endpoint without one has 100.
-const annotationCiliumWeight = "service.cilium.io/weight"
-
-// annotation is an annotation's qualified name, and its older name, which counts if the qualified one is not given.
-type annotation struct{ name, older string }
-
-// get returns the annotation's value and the field that holds it. It reports two names with different values.
-func (a annotation) get(f *problemList, of map[string]string) (text, field string, ok bool) {
-	text, ok = of[a.name]
-	older, olderGiven := of[a.older]
-	switch {
-	case ok && olderGiven && text != older:
-		f.add(fieldOf(a.older), "%s is ignored: %s is given, too, with another value", quote(older), a.name)
-	case !ok && olderGiven:
-		return older, fieldOf(a.older), true
-	}
-	return text, fieldOf(a.name), ok
-}
-
-func fieldOf(name string) string { return "metadata.annotations[" + name + "]" }
-
-// scheduling reads how a Service wants its endpoints to be chosen: nil if it does not say. An invalid value is
-// reported, and the node's default applies.
-func scheduling(f *problemList, annotations map[string]string) *snapshot.Scheduling {
+// scheduling reads how a Service wants its endpoints to be chosen: nil if it does not say.
+func (a *annotations) scheduling(last *snapshot.Scheduling) *snapshot.Scheduling {
+	was := cmp.Or(last, &snapshot.Scheduling{})
 	var s snapshot.Scheduling
-	if text, field, ok := annotationScheduler.get(f, annotations); ok {
-		if len(text) > maxScheduler {
-			f.add(field, "%d bytes are too many: %d at most", len(text), maxScheduler)
-		} else if parsed, err := snapshot.ParseScheduling(text); err != nil {
-			f.add(field, "%w", err)
-		} else {
-			s = parsed
+	if text, field, ok := a.get(nameScheduler); ok {
+		parsed, err := snapshot.ParseScheduling(text[:min(len(text), maxScheduler)])
+		switch {
+		case len(text) > maxScheduler:
+			a.wrong(field, "%d bytes are too many: %d at most", len(text), maxScheduler)
+		case err != nil:
+			a.wrong(field, "%w", err)
+		}
+		s = parsed
+		if len(text) > maxScheduler || err != nil {
+			s = snapshot.Scheduling{Scheduler: was.Scheduler, Port: was.Port, Fallback: was.Fallback}
 		}
 	}
-	if text, field, ok := annotationWeights.get(f, annotations); ok {
-		s.Weights = nodeWeights.parse(f, text, field)
+	if text, field, ok := a.get(nameWeights); ok {
+		s.Weights = nodeWeights.parse(a, text, field, was.Weights)
 	}
-	zones(f, annotations, &s)
+	a.zones(&s, was)
 	if s.Scheduler == "" && s.Weights == nil && !s.PreferNear {
 		return nil
 	}
 	return &s
 }
 
+// hashes reports whether a scheduler chooses by the client's address, by the same table on all nodes.
+func hashes(scheduler string) bool {
+	return slices.Contains([]string{snapshot.Hash, "sh", "mh"}, scheduler)
+}
+
 // zones reads whether a Service prefers near endpoints. With a hash it cannot: all nodes would have to have the same
 // endpoints.
-func zones(f *problemList, annotations map[string]string, s *snapshot.Scheduling) {
-	text, field, ok := annotationZones.get(f, annotations)
-	switch {
-	case ok && text != preferZones:
-		f.add(field, "%s is not %q", quote(text), preferZones)
-	case ok && slices.Contains([]string{snapshot.Hash, "sh", "mh"}, s.Scheduler):
-		f.add(field, "it is ignored: with the scheduler %s, all nodes must choose from the same endpoints", s.Scheduler)
-	case ok:
-		s.PreferNear = true
+func (a *annotations) zones(s, was *snapshot.Scheduling) {
+	text, field, ok := a.get(nameZones)
+	s.PreferNear = text == preferZones
+	if ok && !s.PreferNear {
+		a.wrong(field, "%s is not %q", quote(text), preferZones)
+		s.PreferNear = was.PreferNear
 	}
-	text, field, demand := annotationZoneDemand.get(f, annotations)
+	if s.PreferNear && hashes(s.Scheduler) {
+		a.warn(field, "it is ignored: with the scheduler %s, all nodes must choose from the same endpoints", s.Scheduler)
+		s.PreferNear = false
+	}
+	text, field, demand := a.get(nameZoneDemand)
 	switch {
 	case demand && s.PreferNear:
-		s.ZoneDemand = zoneDemands.parse(f, text, field)
+		s.ZoneDemand = zoneDemands.parse(a, text, field, was.ZoneDemand)
 	case demand && !ok:
-		f.add(field, "it is ignored without %s: %s", annotationZones.name, preferZones)
+		a.warn(field, "it is ignored without %s: %s", annotationDomain+nameZones, preferZones)
 	}
 }
 
-// preferZones is the value of annotationZones.
+// preferZones is the value of nameZones.
 const preferZones = "prefer"
 
 // Limits for annotations. Whoever may write a Service may write 256 KiB of them, as often as they like.
@@ -110,22 +90,26 @@ var (
 	zoneDemands = numberList{maxZones, maxZoneList, "demands", "a zone's demand such as zone-a=3; demands are"}
 )
 
-// parse parses "node-1=3,node-2=0". It skips invalid entries, and all of a list that is too long.
-func (l *numberList) parse(f *problemList, text, field string) map[string]uint16 {
-	out := map[string]uint16{}
+// parse parses "node-1=3,node-2=0". A list that is too long counts as the last one, and so does an invalid entry whose
+// name was in that; it skips other invalid entries.
+func (l *numberList) parse(a *annotations, text, field string, last map[string]uint16) map[string]uint16 {
 	if n := 1 + strings.Count(text, ","); len(text) > l.maxBytes || n > l.maxEntries {
-		f.add(field, "%d bytes with %d entries are too many: the %s are left out; %d bytes with %d entries at most",
-			len(text), n, l.all, l.maxBytes, l.maxEntries)
-		return nil
+		a.wrong(field, "%d bytes with %d entries are too many %s: %d bytes with %d entries at most", len(text), n, l.all,
+			l.maxBytes, l.maxEntries)
+		return maps.Clone(last)
 	}
+	out := map[string]uint16{}
 	for entry := range strings.SplitSeq(text, ",") {
 		name, number, ok := strings.Cut(strings.TrimSpace(entry), "=")
+		name = strings.TrimSpace(name)
 		n, good := weightOf(number)
 		if !ok || !good || name == "" {
-			f.add(field, "%s is not %s 0 to 65535", quote(entry), l.one)
-			continue
+			a.wrong(field, "%s is not %s 0 to 65535", quote(entry), l.one)
+			if n, ok = last[name]; !ok {
+				continue
+			}
 		}
-		out[strings.TrimSpace(name)] = n
+		out[name] = n
 	}
 	return out
 }
@@ -135,26 +119,23 @@ func weightOf(text string) (uint16, bool) {
 	return uint16(n), err == nil
 }
 
-// applyWeight sets the weight of a slice's endpoints from its annotation. Cilium's counts if Verdict's is not given.
-func applyWeight(f *problemList, annotations map[string]string, endpoints []snapshot.Endpoint) {
-	text, field, ok := annotationWeight.get(f, annotations)
+// weight reads the weight of a slice's endpoints. Cilium's counts if Verdict's is not given.
+func (a *annotations) weight(last snapshot.Weight) snapshot.Weight {
+	text, field, ok := a.get(nameWeight)
 	cilium := !ok
 	if cilium {
-		if text, ok = annotations[annotationCiliumWeight]; !ok {
-			return
+		if text, ok = a.of[annotationCiliumWeight]; !ok {
+			return snapshot.Weight{}
 		}
 		field = fieldOf(annotationCiliumWeight)
 	}
 	n, good := weightOf(text[:min(len(text), maxWeight)])
 	if !good || len(text) > maxWeight {
-		f.add(field, "%s is not a number from 0 to 65535", quote(text))
-		return
+		a.wrong(field, "%s is not a number from 0 to 65535", quote(text))
+		return last
 	}
-	w := snapshot.Weight{Given: true, Parts: snapshot.PartsOf(n)}
 	if cilium {
-		w.Parts = uint32(n) // an endpoint without a weight has 100 there
+		return snapshot.Weight{Given: true, Parts: uint32(n)} // an endpoint without a weight has 100 there
 	}
-	for i := range endpoints {
-		endpoints[i].Weight = w
-	}
+	return snapshot.Weight{Given: true, Parts: snapshot.PartsOf(n)}
 }

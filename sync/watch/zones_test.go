@@ -32,14 +32,14 @@ func TestZoneAnnotations(t *testing.T) {
 		{"invalid demand", map[string]string{zones: "prefer", demand: "a=3,b"}, true, "map[a:3]",
 			"[" + demand + `]: "b" is not a zone's demand such as zone-a=3; demands are 0 to 65535`},
 		{"too much demand", map[string]string{zones: "prefer", demand: strings.Repeat("a=3,", 64) + "b=1"}, true, "map[]",
-			"259 bytes with 65 entries are too many: the demands are left out"},
+			"259 bytes with 65 entries are too many demands: "},
 	} {
 		var cv converter
 		svc, problems := cv.service(&corev1.Service{
 			ObjectMeta: metav1.ObjectMeta{Namespace: "default", Name: "web", Annotations: c.annotations},
 			Spec: corev1.ServiceSpec{ClusterIP: "10.96.0.1", ClusterIPs: []string{"10.96.0.1"},
 				Ports: []corev1.ServicePort{{Port: 80, Protocol: corev1.ProtocolTCP}}},
-		})
+		}, nil)
 		near, demand := false, "map[]"
 		if svc.Scheduling != nil {
 			near, demand = svc.Scheduling.PreferNear, fmt.Sprint(svc.Scheduling.ZoneDemand)

@@ -75,9 +75,9 @@ func (r *Results) ReadmeTable() string {
 	line("memory, after the start / peak", func(row *Row) string {
 		return row.Resident.short(mebibytes) + " / " + row.Peak.short(mebibytes)
 	})
-	line("first packet of a connection, above one straight to an endpoint, made by turns with it",
+	line("extra latency of a connection's first packet, compared with connecting to the endpoint directly",
 		func(row *Row) string { return row.FirstBeside.short(aboveMicroseconds) })
-	line("processor time of a new flow to a Service / straight to an endpoint, above one without a proxy",
+	line("extra processor time of a new flow to a Service / to an endpoint directly, compared with no proxy",
 		func(row *Row) string {
 			if row.ServiceAbove.N == 0 || row.DirectAbove.N == 0 {
 				return none

@@ -29,6 +29,8 @@ type Fake struct {
 	Ports []cluster.TopPort
 	// Explanation is what explain prints.
 	Explanation string
+	// Answers are what other commands print, by their names.
+	Answers map[string]string
 	// Asked counts the commands that were run.
 	Asked atomic.Int64
 }
@@ -80,7 +82,8 @@ func (f *Fake) Service(_ context.Context, namespace, name string) (*corev1.Servi
 
 // Slices implements cluster.API.
 func (f *Fake) Slices(context.Context, string, string) (*discoveryv1.EndpointSliceList, error) {
-	return &discoveryv1.EndpointSliceList{}, nil
+	return &discoveryv1.EndpointSliceList{Items: []discoveryv1.EndpointSlice{{ObjectMeta: metav1.ObjectMeta{
+		Name: "cart-1", Namespace: "shop", Labels: map[string]string{discoveryv1.LabelServiceName: "cart"}}}}}, nil
 }
 
 // Exec implements cluster.Executor.
@@ -110,6 +113,10 @@ func (f *Fake) Exec(_ context.Context, _, pod, _ string, argv []string, _ io.Rea
 		_, err := io.WriteString(stdout, f.Explanation)
 		return 0, err
 	}
+	if answer, ok := f.Answers[argv[1]]; ok {
+		_, err := io.WriteString(stdout, answer)
+		return 0, err
+	}
 	return 0, fmt.Errorf("nobody answers %q", argv)
 }
 
@@ -124,4 +131,59 @@ func (f *Fake) portsOf(only string) (ports []cluster.TopPort) {
 		ports = append(ports, p)
 	}
 	return ports
+}
+
+// Large returns a cluster of 150 nodes with names as clouds give them. Of those, LargeWrong are not in order, the first
+// of which reject a Service, and LargeWatch are late or have ejected an endpoint. All nodes made the same change
+// twice, within two seconds by their clocks.
+func Large() (f *Fake) {
+	now := time.Now().Truncate(time.Second)
+	began, since := now.Add(-time.Hour), now.Add(-5*time.Minute)
+	f = &Fake{Statuses: map[string]*status.Status{}, Explanation: "Outcome    sent to one of 3 endpoints\n"}
+	for i := range 150 {
+		s := &status.Status{Schema: status.Schema, Version: "v0.2.0", Backend: "nftables", First: &began, Services: 431,
+			Digest: 7, Programmed: status.Versions{Services: "812", EndpointSlices: "8130"}}
+		s.Drift.Checked = &now
+		for k := range 2 {
+			at := now.Add(-time.Duration(k)*3*time.Second - time.Duration(i)*13*time.Millisecond)
+			s.Recent = append(s.Recent, status.Change{At: at,
+				Services: []string{"monitoring/kube-prometheus-stack-prometheus-node-exporter"}, Count: 1, Replaced: 1,
+				Seconds: 0.0003 * float64(i+1)})
+		}
+		name := LargeNode(i)
+		switch i {
+		case 40, 77, 149:
+			f.Statuses[name] = nil
+			continue
+		case 60, 110:
+			s.Quarantined = status.Quarantined{Count: 1, Services: []status.QuarantinedService{
+				{Service: "lab/huge", Since: since, Error: "the table ip verdict has no room for 140,000 of 131,072 elements"}}}
+		case 90:
+			s.Failing = &status.Failing{Since: since, Error: "netlink receive: operation not permitted"}
+		case 100:
+			s.Pending.LagSeconds, s.Pending.EndpointSlices = 4.2, 3
+		}
+		if i >= 120 && i < 123 {
+			s.Ejected = status.Ejected{Count: 1, Endpoints: []status.EjectedEndpoint{
+				{Service: "checkout/payment-gateway-production", Endpoint: "[2001:db8:aaaa:bbbb:cccc:dddd:eeee:1]:8080",
+					Cause: "unanswered", Since: since}}}
+		}
+		f.Statuses[name] = s
+	}
+	for i := range 40 {
+		f.Ports = append(f.Ports, cluster.TopPort{Port: "http-metrics", Rate: 40.5 / float64(i+1),
+			Service: fmt.Sprintf("monitoring/kube-prometheus-stack-prometheus-node-exporter-%02d", i)})
+	}
+	return f
+}
+
+// What Look says of the nodes of Large.
+const LargeWrong, LargeWatch = 6, 4
+
+// LargeNode is the name of a node of Large.
+func LargeNode(i int) string {
+	if i%2 == 0 {
+		return fmt.Sprintf("ip-10-0-%03d-%d.eu-central-1.compute.internal", i, i+100)
+	}
+	return fmt.Sprintf("gke-production-europe-west1-highmem-pool-7f3a9c21-x%03d", i)
 }

@@ -4,6 +4,8 @@ const token = new URLSearchParams(location.search).get("token") || "";
 const $ = (id) => document.getElementById(id);
 const history = []; // connections per second, the last two minutes
 let view = null, filter = "", selected = "", opened = new Map();
+let attention = null; // whether only nodes that need attention are shown; null until somebody has said so
+const manyNodes = 20, levels = ["ok", "warn", "bad"]; // by a node's level
 
 function cell(label, value, cls) {
   const td = document.createElement("td");
@@ -33,43 +35,32 @@ const time = (text) => new Date(text).toLocaleTimeString([], { hour12: false });
 const took = (s) => (s === 0 ? "0 s" : s < 1 ? (s * 1000).toFixed(s < 0.01 ? 2 : 0) + " ms" : s.toFixed(1) + " s");
 const rate = (r) => (r >= 100 ? r.toFixed(0) : r.toFixed(1));
 
-function driftOf(s) {
-  const d = s.drift;
-  if (!d.checked) return ["not checked yet", "warn"];
-  if (d.error) return ["check failed: " + d.error, "bad"];
-  if (!d.foundAt) return ["none", ""];
-  const text = `${d.found} found, last at ${time(d.foundAt)}: ${(d.last || []).join("; ")}`;
-  return d.repaired && d.repaired >= d.foundAt ? [text + ", repaired", "warn"] : [text, "bad"];
-}
+const plural = (n, noun) => `${n} ${noun}${n === 1 ? "" : "s"}`;
 
-function inOrder(n) {
-  const s = n.status;
-  const open = s && s.drift.foundAt && !(s.drift.repaired && s.drift.repaired >= s.drift.foundAt);
-  return s && s.firstProgrammed && !s.failing && s.quarantined.count === 0 && !open;
-}
-
-function drawNodes(report) {
-  fill("nodes", report.nodes.map((n) => {
-    if (!n.status) {
-      const td = cell("", n.error, "bad");
-      td.colSpan = 7;
-      return row([cell("Node", n.node), td], "bad");
+function drawNodes() {
+  const all = view.nodes, only = attention === null ? all.length > manyNodes : attention;
+  const rows = only ? all.filter((n) => n.level > 0) : all;
+  $("attention").checked = only;
+  fill("nodes", rows.map((n) => {
+    const cls = levels[n.level], state = cell("State", (n.reasons || []).join("; ") || "in order", "why " + cls);
+    if (!n.answers) {
+      state.colSpan = 7;
+      return row([cell("Node", n.node), state], cls);
     }
-    const s = n.status, [drift, cls] = driftOf(s);
-    const lag = s.failing ? "failing: " + s.failing.error : took(s.pending.lagSeconds);
-    return row([cell("Node", n.node), cell("Version", s.version), cell("Backend", s.backend),
-      cell("Services", s.services, "n"), cell("Lag", lag, "n" + (s.failing || s.pending.lagSeconds > 2 ? " bad" : "")),
-      cell("Quarantined", s.quarantined.count, "n" + (s.quarantined.count ? " bad" : "")),
-      cell("Ejected", s.ejected.count, "n" + (s.ejected.count ? " warn" : "")), cell("Drift", drift, cls)]);
-  }), "no nodes");
-  const lines = (report.differences || []).map((d) => {
+    return row([cell("Node", n.node), state, cell("Version", n.version), cell("Backend", n.backend),
+      cell("Services", n.services, "n"), cell("Lag", took(n.lagSeconds), "n"),
+      cell("Quarantined", n.quarantined, "n"), cell("Ejected", n.ejected, "n")], cls);
+  }), only && all.length ? "every node is in order" : "no nodes");
+  const hidden = all.length - rows.length;
+  $("nodes-more").textContent = hidden && rows.length ? `${plural(hidden, "other node")} in order` : "";
+  const lines = view.differences.map((d) => {
     const p = document.createElement("p");
     p.className = "bad";
-    p.textContent = `${d.service} differs since ${time(d.since)}: ${d.nodes.join(", ")}` +
+    p.textContent = `${d.service} differs since ${time(d.since)}: ${named(d.nodes)}` +
       (d.behind ? " (behind the others)" : "");
     return p;
   });
-  for (const note of report.notes || []) {
+  for (const note of view.notes) {
     const p = document.createElement("p");
     p.className = "dim";
     p.textContent = note;
@@ -77,6 +68,12 @@ function drawNodes(report) {
   }
   $("differences").replaceChildren(...lines);
 }
+
+function named(names) {
+  const first = names.slice(0, 3), more = names.length - first.length;
+  return first.join(", ") + (more ? ` and ${more} more` : "");
+}
+const nodesOf = (n) => (n.count > n.names.length ? plural(n.count, "node") : n.names.join(", "));
 
 const nameOf = (p) => (p.port ? p.service + ":" + p.port : p.service);
 const shown = () => (view ? view.ports.filter((p) => nameOf(p).includes(filter)) : []);
@@ -100,28 +97,19 @@ function drawServices() {
   $("services-more").textContent = more > 0 ? `and ${more} with fewer connections` : "";
 }
 
-function drawBad(report) {
-  const rows = [];
-  for (const n of report.nodes) {
-    if (!n.status) continue;
-    for (const q of n.status.quarantined.services || []) {
-      rows.push(row([cell("What", q.service, "bad"), cell("Node", n.node, "t"), cell("Since", time(q.since), "t"),
-        cell("Why", q.error)]));
-    }
-    for (const e of n.status.ejected.endpoints || []) {
-      rows.push(row([cell("What", `${e.endpoint} of ${e.service}`, "warn"), cell("Node", n.node, "t"),
-        cell("Since", time(e.since), "t"), cell("Why", e.cause)]));
-    }
-  }
-  fill("bad", rows, "none");
+function drawBad() {
+  fill("bad", view.troubles.map((t) => row([cell("What", t.what, "wide " + (t.ejected ? "warn" : "bad")),
+    cell("Nodes", nodesOf(t.nodes), "wide"), cell("Since", time(t.since), "t"), cell("Why", t.why, "why")])), "none");
+  const more = view.troubleCount - view.troubles.length;
+  $("bad-more").textContent = more > 0 ? `and ${more} more` : "";
 }
 
 function drawChanges() {
   fill("changes", view.changes.map((c) => {
     const more = c.count - (c.services || []).length;
     const services = (c.services || []).join(", ") + (more > 0 ? ` and ${more} more` : "");
-    return row([cell("At", time(c.at), "t"), cell("Node", c.node, "t"), cell("Services", services || "–"),
-      cell("Elements", `+${c.added} ~${c.replaced} −${c.removed}`, "n"), cell("Took", took(c.seconds), "n")]);
+    return row([cell("At", time(c.at), "t"), cell("Nodes", nodesOf(c.nodes)), cell("Services", services || "–", "wide"),
+      cell("Elements", `+${c.added} ~${c.replaced} −${c.removed}`, "n t"), cell("Took", took(c.seconds), "n t")]);
   }), "no change since the proxies started");
 }
 
@@ -130,14 +118,17 @@ function figure(id, text, bad) {
   $(id).parentElement.classList.toggle("bad", !!bad);
 }
 
-function drawFigures(report) {
-  const nodes = report.nodes, good = nodes.filter(inOrder).length;
-  const sum = (f) => nodes.reduce((n, x) => n + (x.status ? f(x.status) : 0), 0);
-  const differ = report.differ;
-  figure("f-nodes", `${good} of ${nodes.length}`, good < nodes.length || differ > 0);
-  figure("f-lag", took(Math.max(0, ...nodes.map((n) => (n.status ? n.status.pending.lagSeconds : 0)))));
-  figure("f-quarantined", sum((s) => s.quarantined.count), sum((s) => s.quarantined.count) > 0);
-  figure("f-ejected", sum((s) => s.ejected.count), sum((s) => s.ejected.count) > 0);
+function drawFigures() {
+  const nodes = view.nodes, of = (level) => nodes.filter((n) => n.level === level).length;
+  figure("f-nodes", `${nodes.length - of(2)} of ${nodes.length}`, of(2) > 0);
+  $("f-watch").textContent = "nodes in order" + (of(1) ? `, ${of(1)} to watch` : "");
+  figure("f-lag", took(Math.max(0, ...nodes.map((n) => n.lagSeconds))));
+  // One Service that all nodes reject is one; a node names only some of what it has.
+  const most = (ejected, of) =>
+    Math.max(0, view.troubles.filter((t) => t.ejected === ejected).length, ...nodes.map(of));
+  const quarantined = most(false, (n) => n.quarantined), ejected = most(true, (n) => n.ejected);
+  figure("f-quarantined", quarantined, quarantined > 0);
+  figure("f-ejected", ejected, ejected > 0);
   figure("f-rate", rate(view.rate));
   history.push(view.rate);
   if (history.length > 60) history.shift();
@@ -151,10 +142,10 @@ function draw(v) {
   const trouble = [v.error, v.topError].filter(Boolean).join("; ");
   $("trouble").hidden = !trouble;
   $("trouble").textContent = trouble;
-  if (v.report) {
-    drawFigures(v.report);
-    drawNodes(v.report);
-    drawBad(v.report);
+  if (!v.error) {
+    drawFigures();
+    drawNodes();
+    drawBad();
   }
   drawServices();
   drawChanges();
@@ -196,6 +187,7 @@ $("services").addEventListener("click", (e) => {
   if (tr) toggle(tr.dataset.name);
 });
 $("filter").addEventListener("input", (e) => { filter = e.target.value.trim(); drawServices(); });
+$("attention").addEventListener("change", (e) => { attention = e.target.checked; if (view) drawNodes(); });
 $("help").addEventListener("click", () => $("keys").showModal());
 $("explain").addEventListener("submit", (e) => {
   e.preventDefault();
@@ -209,13 +201,14 @@ $("explain").addEventListener("submit", (e) => {
 });
 document.addEventListener("keydown", (e) => {
   if (e.ctrlKey || e.metaKey || e.altKey || $("keys").open) return;
-  if (e.target.matches("input")) {
+  if (e.target.matches("input:not([type=checkbox])")) {
     if (e.key === "Escape") e.target.blur();
     return;
   }
   const keys = {
     "/": () => $("filter").focus(), "e": () => $("explain").pod.focus(), "?": () => $("keys").showModal(),
     "j": () => move(1), "k": () => move(-1), "Enter": () => { if (selected) toggle(selected); },
+    "a": () => $("attention").click(),
     "t": () => {
       const root = document.documentElement, dark = matchMedia("(prefers-color-scheme: dark)").matches;
       root.dataset.theme = (root.dataset.theme || (dark ? "dark" : "light")) === "dark" ? "light" : "dark";

@@ -31,6 +31,12 @@ func NewProcess(host *lab.Host, log, name string, args ...string) *Process {
 	return &Process{host: host, log: log, name: name, args: args}
 }
 
+// Log returns what the program has written so far.
+func (p *Process) Log() []byte {
+	text, _ := os.ReadFile(p.log) // none before the first start
+	return text
+}
+
 // SetProgram makes the next Start run another program.
 func (p *Process) SetProgram(name string) {
 	p.mu.Lock()

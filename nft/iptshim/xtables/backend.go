@@ -49,11 +49,13 @@ type Backend struct {
 	seen          fingerprint
 	foreignWrites bool
 	drift         driftCheck
+	// rested is when the rest after the last write ends.
+	rested time.Time
 	// affinityWarned says that the limit of remembered clients was logged.
 	affinityWarned bool
 }
 
-// state is how far the model can be believed to be what the kernel holds.
+// syncState is how far the model can be believed to be what the kernel holds.
 type syncState uint8
 
 const (
@@ -119,11 +121,13 @@ func (b *Backend) Apply(want *dataplane.State, change dataplane.Change) (r datap
 			r.Adopted = begin == unknown
 		} else {
 			tables, failed = b.write(txn, &r)
+			r.Repaired = begin == stale
 		}
 		if failed == nil {
 			if begin != inSync {
 				freeMemory(want)
 			}
+			r.Rest = b.rest(time.Now(), r.Commit)
 			return r, b.markInSync(want, tables)
 		}
 		b.model.Revert(txn)
@@ -198,6 +202,36 @@ func (b *Backend) markInSync(want *dataplane.State, tables int) error {
 	b.recordHeld(want)
 	b.state, b.pending, b.want, b.seen = inSync, dataplane.Change{}, want, seen
 	return nil
+}
+
+// A write costs about the same for one change as for a hundred: its price is the size of all tables. So the backend
+// rests after it for paceFactor times as long as it took, up to maxPace, which is kube-proxy's minSyncPeriod. With
+// the largest tables, where a write takes more than that, it rests for half as long as the write took.
+const (
+	paceFactor = 8
+	maxPace    = time.Second
+	// longestPace bounds the rest after a write that took very long, as the first one of many Services.
+	longestPace = 3 * time.Second
+)
+
+// restAfter returns how long to rest after a write.
+func restAfter(took time.Duration) time.Duration {
+	return min(max(min(paceFactor*took, maxPace), took/2), longestPace)
+}
+
+// rest returns how long to rest from now on, after a write that took so long. A rest that passed unused before it
+// counts for this one: after quiet a Service and its endpoints, which come one after the other, are both written at
+// once.
+func (b *Backend) rest(now time.Time, took time.Duration) time.Duration {
+	if took == 0 {
+		return 0
+	}
+	rest := restAfter(took)
+	if quiet := now.Add(-took - rest); b.rested.Before(quiet) {
+		b.rested = quiet
+	}
+	b.rested = b.rested.Add(took + rest)
+	return max(b.rested.Sub(now), 0)
 }
 
 // manyServices is how many Services make texts and tables so large that their memory is freed at once.

@@ -431,6 +431,39 @@ func TestTooLarge(t *testing.T) {
 	}
 }
 
+// TestRest: the backend asks for a rest that depends on how long a write took. A rest that passed unused before the
+// write counts.
+func TestRest(t *testing.T) {
+	w := newWorld(t, Legacy)
+	if r := w.write(web(1, 1)); r.Commit == 0 || r.Rest != 0 {
+		t.Errorf("%v after the first write of %v", r.Rest, r.Commit)
+	}
+	if r := w.write(web(2, 1)); r.Rest <= 0 || r.Rest > restAfter(r.Commit) {
+		t.Errorf("%v after a second write of %v", r.Rest, r.Commit)
+	}
+	if r := w.write(web(2, 1)); r.Rest != 0 {
+		t.Errorf("%v after nothing was written", r.Rest)
+	}
+	b, now := Backend{}, time.Now()
+	const took = 200 * time.Millisecond
+	for i, step := range []struct{ quiet, want time.Duration }{
+		{time.Hour, 0}, {0, maxPace}, {maxPace, maxPace}, {maxPace * 5 / 4, maxPace * 3 / 4}, {time.Hour, 0},
+	} {
+		now = now.Add(step.quiet + took)
+		if got := b.rest(now, took); got != step.want && i > 0 {
+			t.Errorf("write %d: a rest of %v; want %v", i, got, step.want)
+		}
+	}
+	for took, want := range map[time.Duration]time.Duration{
+		10 * time.Millisecond: 80 * time.Millisecond, 200 * time.Millisecond: maxPace, 2 * time.Second: maxPace,
+		5 * time.Second: 2500 * time.Millisecond, time.Minute: longestPace,
+	} {
+		if got := restAfter(took); got != want {
+			t.Errorf("%v after %v; want %v", got, took, want)
+		}
+	}
+}
+
 // TestRefusedByNobody: what is no Service's fault is an error that blames none, and what was there stays.
 func TestRefusedByNobody(t *testing.T) {
 	w := newWorld(t, Legacy)

@@ -133,7 +133,7 @@ func (b *Backend) startDriftCheck() {
 	}()
 }
 
-// driftResult compares what a look found with what should be there.
+// evaluateDrift compares what a look found with what should be there.
 func (b *Backend) evaluateDrift(r *driftResult) (found []string, err error) {
 	i := &b.drift
 	switch {

@@ -151,7 +151,7 @@ func (i *Inspector) Differences(ctx context.Context, wanted *dataplane.State) (*
 		if err != nil {
 			return nil, err
 		}
-		t := dataplane.InspectedTable{Family: f.String(), Name: f.String(), Unit: "rules"}
+		t := dataplane.InspectedTable{Family: f.String(), Name: f.String(), Unit: "rule"}
 		if saved == nil {
 			d.Partial = true
 			d.Notes = append(d.Notes, fmt.Sprintf("%s is skipped: %v", f, i.programs.Missing(f)))

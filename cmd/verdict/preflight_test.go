@@ -1,0 +1,215 @@
+package main
+
+import (
+	"net/netip"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+
+	"github.com/spf13/pflag"
+
+	"github.com/verdict-proxy/verdict/internal/inspect"
+	"github.com/verdict-proxy/verdict/internal/lab"
+	"github.com/verdict-proxy/verdict/internal/lab/labtest"
+	"github.com/verdict-proxy/verdict/internal/preflight"
+	"github.com/verdict-proxy/verdict/internal/testkit"
+	"github.com/verdict-proxy/verdict/nft/kernel"
+	"github.com/verdict-proxy/verdict/sync/dataplane"
+	"github.com/verdict-proxy/verdict/sync/snapshot"
+)
+
+// preflightObjects are a Service with one endpoint, remote-1, and a node port.
+const preflightObjects = `{apiVersion: v1, kind: Node, metadata: {name: node}, spec: {podCIDR: 10.244.1.0/24},
+  status: {addresses: [{type: InternalIP, address: 192.0.2.10}]}}
+---
+{apiVersion: v1, kind: Service, metadata: {name: web, namespace: shop}, spec: {type: NodePort, clusterIP: 10.96.0.80,
+  ports: [{port: 80, nodePort: 30080}]}}
+---
+{apiVersion: discovery.k8s.io/v1, kind: EndpointSlice, metadata: {name: web-1, namespace: shop,
+  labels: {kubernetes.io/service-name: web}}, addressType: IPv4, ports: [{port: 8080, protocol: TCP}],
+  endpoints: [{addresses: [10.244.2.10]}]}
+`
+
+// hostCase is a state of a host, and what is to be found.
+type hostCase struct {
+	name string
+	// arrange changes the node.
+	arrange func(t *testing.T, node *lab.Host)
+	// found is the check that finds it; empty if there is nothing to find. Unclear says that it cannot be known.
+	found   string
+	unclear bool
+	// from are those whose packets are stopped: "node", "outside" or both.
+	from string
+}
+
+func withRules(text string) func(t *testing.T, node *lab.Host) {
+	return func(t *testing.T, node *lab.Host) {
+		labtest.Run(t, node, text, labtest.Nfts(t)[0].Path, "-f", "-")
+	}
+}
+
+func withIPTables(rules ...string) func(t *testing.T, node *lab.Host) {
+	return func(t *testing.T, node *lab.Host) {
+		for _, r := range rules {
+			labtest.Run(t, node, "", "iptables-nft", strings.Fields(r)...)
+		}
+	}
+}
+
+var hostCases = []hostCase{
+	{name: "all is well", arrange: func(*testing.T, *lab.Host) {}},
+	{"no default route", func(t *testing.T, node *lab.Host) {
+		labtest.Run(t, node, "", "ip", "-4", "route", "del", "default")
+	}, preflight.NoRoute, false, "node"},
+	{"forwarding is off", func(t *testing.T, node *lab.Host) {
+		labtest.Check(t, node.Sysctl("net/ipv4/ip_forward", "0"))
+	}, preflight.NoForwarding, false, "outside"},
+	{"a firewall drops", withRules(`table inet fw {
+		chain forward { type filter hook forward priority 10; policy drop; ct state established,related accept; }
+	}`), preflight.ForwardDrop, false, "outside"},
+	{"a firewall rejects at its end", withRules(`table ip fw {
+		chain rest { ip saddr 10.0.0.0/8 return; reject with icmp admin-prohibited; }
+		chain forward { type filter hook forward priority 10; ct state established,related accept; jump rest; }
+	}`), preflight.ForwardDrop, false, "outside"},
+	{name: "a firewall lets pass what was translated", arrange: withRules(`table inet firewalld {
+		chain filter_FORWARD { type filter hook forward priority 10; ct state established,related accept
+			ct status dnat accept; reject with icmpx admin-prohibited; }
+	}`)},
+	{"Docker", withIPTables("-N DOCKER-USER", "-A FORWARD -j DOCKER-USER",
+		"-A FORWARD -o docker0 -m conntrack --ctstate RELATED,ESTABLISHED -j ACCEPT", "-P FORWARD DROP"),
+		preflight.ForwardDrop, false, "outside"},
+	{name: "Docker with pods accepted", arrange: withIPTables(
+		"-A FORWARD -m comment --comment pods -d 10.244.0.0/16 -j ACCEPT",
+		"-A FORWARD -s 10.244.0.0/16 -j ACCEPT", "-P FORWARD DROP")},
+	{name: "a rule that is not known", arrange: withRules(`table inet fw {
+		chain forward { type filter hook forward priority 10; limit rate 1000/second accept; }
+	}`), unclear: true, from: "outside"},
+	{"another chain ahead", withRules(`table ip ahead {
+		chain pre { type nat hook prerouting priority -110; ip daddr 10.96.0.80 dnat to 192.0.2.99; }
+		chain out { type nat hook output priority -110; ip daddr 10.96.0.80 dnat to 192.0.2.99; }
+	}`), preflight.NATAhead, false, "node outside"},
+}
+
+// newPreflight writes the Service to the node of a cluster.
+func newPreflight(t *testing.T) (c *lab.Cluster, flags []string) {
+	t.Helper()
+	c = labtest.NewCluster(t, lab.Config{LocalPods: 1, RemotePods: 1})
+	_, err := c.RemotePods[0].Serve(snapshot.TCP, 8080)
+	labtest.Check(t, err)
+	file := filepath.Join(t.TempDir(), "all.yaml")
+	labtest.Check(t, os.WriteFile(file, []byte(preflightObjects), 0o644))
+	flags = []string{"--from", file, "--hostname-override=node", "--cluster-cidr=10.244.0.0/16"}
+	labtest.Check(t, c.Node.Do(func() error {
+		var o inspect.ObjectFlags
+		f := pflag.NewFlagSet("", pflag.ContinueOnError)
+		o.AddFlags(f)
+		labtest.Check(t, f.Parse(flags))
+		objects, err := o.Load(t.Context(), nil, true)
+		if err != nil {
+			return err
+		}
+		backend, err := kernel.Open(kernel.Options{})
+		if err != nil {
+			return err
+		}
+		t.Cleanup(func() { backend.Close() })
+		st, _ := dataplane.Compute(objects.Config, objects.Snap)
+		_, err = backend.Apply(st, dataplane.Change{Services: allNames(st), Globals: true})
+		return err
+	}))
+	return c, flags
+}
+
+// onHost runs a command on a host.
+func onHost(t *testing.T, h *lab.Host, args ...string) string {
+	t.Helper()
+	var out string
+	labtest.Check(t, h.Do(func() (err error) {
+		out, err = command(args...)
+		return err
+	}))
+	return out
+}
+
+// TestPreflight: explain does not say that a packet is sent where something else on the host stops it, and says so
+// where nothing does; real packets agree. Verify names the same, with what to do.
+func TestPreflight(t *testing.T) {
+	to := netip.MustParseAddrPort("10.96.0.80:80")
+	for _, test := range hostCases {
+		t.Run(test.name, func(t *testing.T) {
+			c, flags := newPreflight(t)
+			test.arrange(t, c.Node)
+			for from, host := range map[string]*lab.Host{"node": c.Node, "outside": c.Outside} {
+				stopped := test.found != "" && strings.Contains(test.from, from)
+				if r := host.Dial(snapshot.TCP, to, lab.Options{}); (r.Outcome == lab.Answered) == stopped {
+					t.Errorf("from %s: %v", from, r)
+				}
+				source := map[string]string{"node": "node", "outside": c.Outside.IP4.String()}[from]
+				for _, args := range [][]string{{"--live"}, append([]string{"--live"}, flags...)} {
+					out := onHost(t, c.Node, append([]string{"explain", source, to.String()}, args...)...)
+					if strings.Contains(out, "Outcome    stopped: ") != stopped || strings.Contains(out, "Advice ") != stopped ||
+						strings.Contains(out, "Outcome    sent to") == stopped {
+						t.Errorf("from %s, %q:\n%s", from, args, out)
+					}
+					unclear := test.unclear && strings.Contains(test.from, from)
+					if strings.Contains(out, "Unclear") != unclear {
+						t.Errorf("from %s, unclear %v:\n%s", from, unclear, out)
+					}
+				}
+			}
+			out := onHost(t, c.Node, append([]string{"verify"}, flags...)...)
+			for _, check := range []string{preflight.NoRoute, preflight.NoForwarding, preflight.ForwardDrop, preflight.NATAhead,
+				preflight.NodeAddress, preflight.PortInUse, preflight.PlainBridge} {
+				if n := strings.Count(out, "\n"+check+" "); (n > 0) != (check == test.found) {
+					t.Errorf("verify names %s %d times:\n%s", check, n, out)
+				}
+			}
+			if !strings.Contains(out, "right: ") {
+				t.Errorf("verify:\n%s", out)
+			}
+		})
+	}
+}
+
+// TestPreflightStart: a proxy names at its start what stops packets on its host, each once, with what to do, and status
+// does so while it is there.
+func TestPreflightStart(t *testing.T) {
+	c := labtest.NewCluster(t, lab.Config{LocalPods: 1, RemotePods: 1})
+	labtest.Check(t, c.Node.Sysctl("net/ipv4/ip_forward", "0"))
+	_, err := c.Node.Serve(snapshot.TCP, 30080)
+	labtest.Check(t, err)
+	dir := t.TempDir()
+	file, log := filepath.Join(dir, "all.yaml"), newLog(t)
+	labtest.Check(t, os.WriteFile(file, []byte(strings.ReplaceAll(preflightObjects, "192.0.2.10", "192.0.2.77")), 0o644))
+	cmd := c.Node.Command("/proc/self/exe", "run", "--from", file, "--hostname-override=node", "--keeper=none",
+		"--cluster-cidr=10.244.0.0/16", "--healthz-bind-address=127.0.0.1:10256", "--metrics-bind-address=")
+	cmd.Env = append(os.Environ(), beVerdict+"=1")
+	cmd.Stdout, cmd.Stderr = log, log
+	labtest.Check(t, cmd.Start())
+	defer cmd.Wait()
+	defer cmd.Process.Kill()
+	said := func() string {
+		text, err := os.ReadFile(log.Name())
+		labtest.Check(t, err)
+		return string(text)
+	}
+	wants := []string{"check=" + preflight.NoForwarding, "check=" + preflight.NodeAddress, "check=" + preflight.PortInUse}
+	for _, want := range wants {
+		testkit.Eventually(t, patience, want, func() bool { return strings.Contains(said(), want) }, said)
+		if n := strings.Count(said(), want); n != 1 {
+			t.Errorf("%s is said %d times:\n%s", want, n, said())
+		}
+	}
+	status := c.Node.Command("/proc/self/exe", "status")
+	status.Env = append(os.Environ(), beVerdict+"=1")
+	out, err := status.CombinedOutput()
+	labtest.Check(t, err)
+	for _, want := range []string{"no-forwarding this host forwards no IPv4 packets", "sysctl -w net.ipv4.ip_forward=1",
+		"node-address  this host has none of its Node's addresses: 192.0.2.77",
+		"port-in-use   a process of this host listens at 30080/tcp, a node port of shop/web"} {
+		if strings.Count(string(out), want) != 1 {
+			t.Errorf("status does not say %q once:\n%s", want, out)
+		}
+	}
+}

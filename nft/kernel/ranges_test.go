@@ -1,0 +1,64 @@
+package kernel
+
+import (
+	"encoding/binary"
+	"net/netip"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/verdict-proxy/verdict/internal/ipfamily"
+	"github.com/verdict-proxy/verdict/nft"
+	"github.com/verdict-proxy/verdict/sync/dataplane"
+)
+
+// listedRanges gives n ranges as the kernel lists them, with their set.
+func listedRanges(n int) (set nft.Set, listed []nft.Listed, want []nft.Element) {
+	st := &dataplane.State{}
+	for i := range n {
+		var a [4]byte
+		binary.BigEndian.PutUint32(a[:], 10<<24|uint32(i)<<8)
+		st.ServiceCIDRs = append(st.ServiceCIDRs, netip.PrefixFrom(netip.AddrFrom4(a), 25))
+	}
+	l := nft.List(st)[ipfamily.IPv4]
+	for id := range nft.NumSets {
+		if s := nft.SetByID(id); s.Interval && len(l.Elements[id]) >= n {
+			set, listed = s, l.Elements[id]
+		}
+	}
+	for i := range listed {
+		want = append(want, listed[i].Element)
+	}
+	slices.Reverse(listed)
+	return set, listed, want
+}
+
+// TestSameRanges: a range that is gone is named, and to compare ten times as many takes about ten times as long.
+func TestSameRanges(t *testing.T) {
+	set, listed, want := listedRanges(100)
+	if len(want) < 100 {
+		t.Fatalf("%d ranges", len(want))
+	}
+	if found := sameRanges(ipfamily.IPv4, &set, listed, want); found != nil {
+		t.Errorf("all are there: %v", found)
+	}
+	listed[3].Bits--
+	if found := sameRanges(ipfamily.IPv4, &set, listed, want); len(found) != 1 || !strings.Contains(found[0], "is gone") {
+		t.Errorf("one is wider: %v", found)
+	}
+	least := func(n int) time.Duration {
+		set, listed, want := listedRanges(n)
+		best := time.Hour
+		for range 5 {
+			begin := time.Now()
+			sameRanges(ipfamily.IPv4, &set, listed, want)
+			best = min(best, time.Since(begin))
+		}
+		return best
+	}
+	few, many := least(2000), least(20_000)
+	if t.Logf("2,000 ranges take %v, 20,000 %v", few, many); many > 40*few {
+		t.Errorf("2,000 ranges take %v, 20,000 %v", few, many)
+	}
+}

@@ -1,0 +1,200 @@
+package watch
+
+import (
+	"slices"
+	"strings"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+
+	"github.com/verdict-proxy/verdict/internal/nearest"
+	"github.com/verdict-proxy/verdict/sync/snapshot"
+)
+
+// All annotations of Verdict are in one domain, and under an alias, which counts where the qualified name is not given.
+const annotationDomain, annotationAlias = "verdict-proxy.github.io/", "verdict/"
+
+// The annotations of a Service. docs/SCHEDULING.md and docs/CONFIGURATION.md say what they mean.
+const (
+	nameScheduler        = "scheduler"
+	nameWeights          = "weights"
+	nameZones            = "zones"
+	nameZoneDemand       = "zone-demand"
+	nameSlowStart        = "slow-start"
+	nameSecondChance     = "second-chance"
+	nameDrain            = "drain"
+	nameExternalFailover = "external-failover"
+	nameCounters         = "counters"
+)
+
+// nameWeight is the annotation of an EndpointSlice.
+const nameWeight = "weight"
+
+// annotationCiliumWeight is Cilium's weight of a slice, from 0 to 65535, where an endpoint without one has 100.
+const annotationCiliumWeight = "service.cilium.io/weight"
+
+// annotationNames are the names that an object of a kind may have after the domain.
+var annotationNames = map[string][]string{
+	"Service": {nameCounters, nameDrain, nameExternalFailover, nameScheduler, nameSecondChance, nameSlowStart, nameWeights,
+		nameZoneDemand, nameZones},
+	"EndpointSlice": {nameWeight},
+}
+
+// annotations reads those of one object. Everything wrong with them is a Warning: the rest of the object counts.
+type annotations struct {
+	*problemList
+	of map[string]string
+	// known says that the object was read before. Then an annotation with a wrong value keeps the value that it had.
+	known bool
+}
+
+func readServiceAnnotations(f *problemList, of map[string]string, s, last *snapshot.Service) {
+	a := annotations{f, of, last != nil && last.Age.UID == s.Age.UID}
+	was := &snapshot.Service{}
+	if a.known {
+		was = last
+	}
+	s.Scheduling = a.scheduling(was.Scheduling)
+	s.Counters = word(&a, nameCounters, was.Counters, parseCounters, `neither "true" nor "false"`)
+	s.SecondChance = word(&a, nameSecondChance, was.SecondChance, snapshot.ParseSecondChance,
+		`none of "off", "observe" and "on"`)
+	s.ExternalFailover = word(&a, nameExternalFailover, was.ExternalFailover, snapshot.ParseExternalFailover,
+		`none of "cluster", "reject", "pass" and "drop"`)
+	s.Drain = a.duration(nameDrain, 24, was.Drain)
+	s.SlowStart = a.slowStart(s.Scheduling, was.SlowStart)
+	a.unknown("Service")
+}
+
+func readSliceAnnotations(f *problemList, of map[string]string, s, last *snapshot.Slice) {
+	a := annotations{f, of, last != nil}
+	var was snapshot.Weight
+	if a.known && len(last.Endpoints) > 0 {
+		was = last.Endpoints[0].Weight // all endpoints of a slice have the same
+	}
+	if w := a.weight(was); w.Given {
+		for i := range s.Endpoints {
+			s.Endpoints[i].Weight = w
+		}
+	}
+	s.Triggered = a.triggered()
+	a.unknown("EndpointSlice")
+}
+
+// get returns an annotation's value, and the field that holds it. It reports two names with different values.
+func (a *annotations) get(name string) (text, field string, ok bool) {
+	qualified, alias := annotationDomain+name, annotationAlias+name
+	text, ok = a.of[qualified]
+	short, shortGiven := a.of[alias]
+	switch {
+	case ok && shortGiven && text != short:
+		a.warn(fieldOf(alias), "%s is ignored: %s is given, too, with another value", quote(short), qualified)
+	case !ok && shortGiven:
+		return short, fieldOf(alias), true
+	}
+	return text, fieldOf(qualified), ok
+}
+
+func fieldOf(name string) string { return "metadata.annotations[" + name + "]" }
+
+// wrong reports a wrong value, and what counts in its place.
+func (a *annotations) wrong(field, format string, args ...any) {
+	if a.known {
+		format += "; its last good value counts"
+	}
+	a.warn(field, format, args...)
+}
+
+// unknown reports annotations of our domain that mean nothing on a kind of objects.
+func (a *annotations) unknown(kind string) {
+	var found []string
+	for name := range a.of {
+		short, ours := ownName(name)
+		if ours && !slices.Contains(annotationNames[kind], short) {
+			found = append(found, name)
+		}
+	}
+	slices.Sort(found)
+	for i, name := range found {
+		if i == maxObjectProblems { // looking for what was meant takes time
+			a.omitted += len(found) - i
+			return
+		}
+		short, _ := ownName(name)
+		hint := "its annotations are " + strings.Join(annotationNames[kind], ", ")
+		if like := nearest.Of(short, annotationNames[kind]); like != "" {
+			hint = "did you mean " + quote(like) + "?"
+		}
+		a.warn(fieldOf(clip(name, 2*maxQuoted)), "ignored, as %s has no annotation of this name: %s",
+			map[string]string{"Service": "a Service", "EndpointSlice": "an EndpointSlice"}[kind], hint)
+	}
+}
+
+// ownName returns what follows the domain, or the alias, in the name of an annotation.
+func ownName(name string) (short string, ours bool) {
+	if short, ours = strings.CutPrefix(name, annotationDomain); ours {
+		return short, true
+	}
+	return strings.CutPrefix(name, annotationAlias)
+}
+
+// word reads an annotation that is one of a few words. Without it, the zero value counts.
+func word[T any](a *annotations, name string, last T, parse func(string) (T, bool), otherwise string) (v T) {
+	text, field, ok := a.get(name)
+	if !ok {
+		return v
+	}
+	if v, ok = parse(text); !ok {
+		a.wrong(field, "%s is %s", quote(text), otherwise)
+		return last
+	}
+	return v
+}
+
+// parseCounters reads what a Service asks of the budget for counters.
+func parseCounters(text string) (snapshot.Counters, bool) {
+	switch text {
+	case "true":
+		return snapshot.CountersFirst, true
+	case "false":
+		return snapshot.CountersNever, true
+	}
+	return snapshot.CountersByBudget, false
+}
+
+// duration reads an annotation that is a time of up to so many hours. Without it, that is 0.
+func (a *annotations) duration(name string, hours int, last time.Duration) time.Duration {
+	text, field, ok := a.get(name)
+	if !ok {
+		return 0
+	}
+	d, err := time.ParseDuration(text)
+	if err != nil || d < time.Second || d > time.Duration(hours)*time.Hour || d%time.Second != 0 {
+		a.wrong(field, "%s is not a duration of whole seconds from 1s to %dh, such as 30s", quote(text), hours)
+		return last
+	}
+	return d
+}
+
+// slowStart reads a Service's slow start. It ignores that of a Service that hashes its clients.
+func (a *annotations) slowStart(scheduling *snapshot.Scheduling, last time.Duration) time.Duration {
+	d := a.duration(nameSlowStart, 1, last)
+	if d > 0 && scheduling != nil && hashes(scheduling.Scheduler) {
+		a.warn(fieldOf(annotationDomain+nameSlowStart),
+			"it is ignored: with the scheduler %s, all nodes must have the same table at all times", scheduling.Scheduler)
+		return 0
+	}
+	return d
+}
+
+// triggered reads when the event happened for which the controller last changed a slice.
+func (a *annotations) triggered() time.Time {
+	text, ok := a.of[corev1.EndpointsLastChangeTriggerTime]
+	if !ok {
+		return time.Time{}
+	}
+	t, err := time.Parse(time.RFC3339Nano, text)
+	if err != nil {
+		a.warn(fieldOf(corev1.EndpointsLastChangeTriggerTime), "%s is not a time such as 2006-01-02T15:04:05Z", quote(text))
+	}
+	return t
+}
