@@ -3,6 +3,7 @@ package kernel
 import (
 	"errors"
 	"fmt"
+	"slices"
 
 	"golang.org/x/sys/unix"
 
@@ -138,8 +139,31 @@ type TableFound struct {
 	Wrong []string
 }
 
-// Table reads the structure of a table, without its elements.
-func (r *Reader) Table(f ipfamily.Family) (*TableFound, error) {
+// Table reads the structure of a table, without its elements. While a proxy adds and removes chains, chains and the
+// maps that lead to them are seen at different moments: Wrong is what was seen at a moment when nobody wrote, or each
+// of pieceTries times.
+func (r *Reader) Table(f ipfamily.Family) (t *TableFound, err error) {
+	var wrong []string
+	for n := range pieceTries {
+		quiet, err := r.quietly(func() (err error) {
+			t, err = r.table(f)
+			return err
+		})
+		if err != nil || quiet {
+			return t, err
+		}
+		if n > 0 {
+			t.Wrong = slices.DeleteFunc(t.Wrong, func(w string) bool { return !slices.Contains(wrong, w) })
+		}
+		if wrong = t.Wrong; len(wrong) == 0 {
+			return t, nil
+		}
+	}
+	return t, nil
+}
+
+// table is Table at whatever moment.
+func (r *Reader) table(f ipfamily.Family) (*TableFound, error) {
 	t := &TableFound{Table: nft.Table{Family: f}}
 	info, err := r.conn.table(f)
 	if err != nil || !info.exists {
@@ -231,17 +255,9 @@ const (
 func (r *Reader) piecemeal(c *Contents) error {
 	c.Wrong, c.Contradictions = nil, nil
 	for i, f := range ipfamily.All {
-		for range pieceTries {
-			quiet, err := r.quietly(func() (err error) {
-				c.Tables[i], err = r.Table(f)
-				return err
-			})
-			if err != nil {
-				return err
-			}
-			if quiet {
-				break
-			}
+		var err error
+		if c.Tables[i], err = r.Table(f); err != nil {
+			return err
 		}
 		c.Wrong = append(c.Wrong, c.Tables[i].structureDifferences(f)...)
 		if c.Tables[i].There {
