@@ -25,8 +25,8 @@ build: ## build bin/verdict, a static binary
 	@CGO_ENABLED=0 $(GO) build -trimpath -buildvcs=auto -o $(BIN)/verdict ./cmd/verdict
 
 # The packages whose tests need no network namespace, no root and no nft.
-CHECKED = ./sync/dataplane ./sync/reconcile ./sync/snapshot ./nft ./internal/arch ./internal/cgroup ./internal/config \
-	./internal/health ./internal/logging ./internal/sysctl ./internal/testkit
+CHECKED = ./sync/dataplane ./sync/reconcile ./sync/snapshot ./nft ./internal/arch ./internal/system/cgroup ./internal/proxy/config \
+	./internal/proxy/health ./internal/system/logging ./internal/system/sysctl ./internal/system/testkit
 
 check: ## run the inner loop: gofmt, go vet, a build, and the tests that need neither root nor nft
 	@out=$$(gofmt -l .); if [ -n "$$out" ]; then echo "not gofmt-ed: $$out"; exit 1; fi
@@ -45,8 +45,8 @@ test: tools build lint race once conformance-slice history-slice ## run everythi
 # The race detector needs gcc. The tests read and write rulesets with nft, which needs netbase for protocol names, and
 # set up unusual routes with ip. kube-proxy writes with iptables and ipset.
 tools:
-	@internal/guest/install nftables netbase iproute2 iptables ipset gcc libc6-dev
-	@internal/guest/fetch nft $(VERDICT_NFT_DIR)
+	@internal/lab/guest/install nftables netbase iproute2 iptables ipset gcc libc6-dev
+	@internal/lab/guest/fetch nft $(VERDICT_NFT_DIR)
 
 lint: ## run gofmt, go vet and staticcheck, and compile for arm64
 	@out=$$(gofmt -l .); if [ -n "$$out" ]; then echo "not gofmt-ed: $$out"; exit 1; fi
@@ -70,7 +70,7 @@ unit: tools ## run all tests without the race detector
 	cd deploy/release && $(GO) test ./...
 
 once: ## run each benchmark once, and the test of memory, which the race detector would distort
-	$(GO) test -run XXX -bench . -benchtime 1x ./nft/... ./sync/... ./internal/benchmark
+	$(GO) test -run XXX -bench . -benchtime 1x ./nft/... ./sync/... ./internal/lab/benchmark
 	$(GO) test -run Memory -v ./sync/watch
 
 # The first run builds the control plane and kube-proxy from their modules, which takes some minutes.
@@ -120,42 +120,42 @@ history-slice: tools build ## some short histories: Verdict, and two proxies tha
 		--out $(BIN)/history-lossy > $(BIN)/history-lossy.txt 2>&1; test $$? = 1 && grep -q '^lost: ' $(BIN)/history-lossy.txt
 
 bench-go: ## measure the whole line to the kernel, and the kernel alone, without a cluster
-	$(GO) test -run XXX -bench . -benchtime 10x ./nft/kernel ./internal/benchmark
+	$(GO) test -run XXX -bench . -benchtime 10x ./nft/kernel ./internal/lab/benchmark
 
 browser: ## look at the dashboard with chromium, as Debian has it
-	@internal/guest/install chromium fonts-dejavu-core
+	@internal/lab/guest/install chromium fonts-dejavu-core
 	cd conformance && $(GO) test -tags browser ./browser
 
 fuzz: ## run the fuzz tests, FUZZTIME each, to find new cases
 	$(GO) test -run XXX -fuzz FuzzManifest -fuzztime $(FUZZTIME) ./sync/watch
-	$(GO) test -run XXX -fuzz FuzzLoad -fuzztime $(FUZZTIME) ./internal/config
+	$(GO) test -run XXX -fuzz FuzzLoad -fuzztime $(FUZZTIME) ./internal/proxy/config
 	$(GO) test -run XXX -fuzz FuzzIncrementalEqualsFull -fuzztime $(FUZZTIME) ./sync/dataplane
 	$(GO) test -run XXX -fuzz FuzzPlanEqualsFull -fuzztime $(FUZZTIME) ./nft
 	$(GO) test -run XXX -fuzz FuzzRestartAndRepair -fuzztime $(FUZZTIME) ./nft
 	$(GO) test -run XXX -fuzz FuzzPlanEqualsFull -fuzztime $(FUZZTIME) ./nft/iptshim
 	$(GO) test -run XXX -fuzz FuzzReplay -fuzztime $(FUZZTIME) ./nft/kernel
-	$(GO) test -run XXX -fuzz FuzzReader -fuzztime $(FUZZTIME) ./internal/ledger
+	$(GO) test -run XXX -fuzz FuzzReader -fuzztime $(FUZZTIME) ./internal/proxy/ledger
 
 matrix: ## run the tests of the kernel, takeover, IPVS and iptables on Linux 5.10, 6.1, 6.12 and 7.2 under QEMU: half an hour
-	internal/guest/matrix ./nft/kernel
-	internal/guest/matrix ./internal/takeover -test.run=IPVS
-	internal/guest/matrix ./internal/ipvshandle
-	internal/guest/matrix ./ipvsplugin
-	internal/guest/matrix ./cmd/verdict -test.run='IPVS|ClockJumps|ConntrackFull|MemoryLimit'
-	internal/guest/matrix -i ./nft/iptshim -test.skip=Goldens
-	internal/guest/matrix -i ./nft/iptshim/xtables
+	internal/lab/guest/matrix ./nft/kernel
+	internal/lab/guest/matrix ./internal/proxy/takeover -test.run=IPVS
+	internal/lab/guest/matrix ./internal/system/ipvshandle
+	internal/lab/guest/matrix ./ipvsplugin
+	internal/lab/guest/matrix ./cmd/verdict -test.run='IPVS|ClockJumps|ConntrackFull|MemoryLimit'
+	internal/lab/guest/matrix -i ./nft/iptshim -test.skip=Goldens
+	internal/lab/guest/matrix -i ./nft/iptshim/xtables
 
 # IPVS needs a guest, where everything takes several times as long.
 IPVS_KERNELS  ?= 6.1 6.12
 IPVS_SUITE    ?= --proxy verdict-ipvs --stories 3
 conformance-ipvs: ## run the conformance suite with IPVS, on Linux 6.1 and 6.12 under QEMU
-	@for kernel in $(IPVS_KERNELS); do internal/guest/conformance $$kernel --slow 5 $(IPVS_SUITE) || exit; done
+	@for kernel in $(IPVS_KERNELS); do internal/lab/guest/conformance $$kernel --slow 5 $(IPVS_SUITE) || exit; done
 
 takeover-ipvs: ## have a real kube-proxy in IPVS mode and Verdict take over from each other, on the same kernels
-	@for kernel in $(IPVS_KERNELS); do internal/guest/takeover $$kernel || exit; done
+	@for kernel in $(IPVS_KERNELS); do internal/lab/guest/takeover $$kernel || exit; done
 
 bench-ipvs: ## measure nftables and IPVS with 1,000 and 10,000 Services, on Linux 6.12 under QEMU
-	internal/guest/bench 6.12 1000,10000 -scale.rounds 5
+	internal/lab/guest/bench 6.12 1000,10000 -scale.rounds 5
 
 soak: tools ## run the long random test, 10,000 syncs to find leaks, and 1,000 kills: about half an hour
 	$(GO) test ./nft/kernel -run 'TestWalk|TestLeaks' -walk.steps 100000 -walk.syncs 10000 -timeout 60m -v
@@ -183,20 +183,20 @@ release: ## make packages, image, chart and all else of a release from the last 
 
 # The second build is of a clone in another directory. Without buildah there would be no image in either.
 release-check: ## the same, twice: every byte must be equal
-	internal/guest/install buildah
+	internal/lab/guest/install buildah
 	$(MAKE) --no-print-directory release VERSION='$(VERSION)'
 	deploy/release/check '$(VERSION)' $(abspath $(BIN))/release
 
 cluster: tools ## test deploy/ at a real API server, and rules and takeovers against a real kube-proxy, after building both
 	cd deploy/test && $(GO) test -tags peers -count=1 -v .
-	$(GO) test -tags peers -count=1 -v -run TestKubeProxy ./nft/iptshim ./internal/compare ./internal/benchmark
+	$(GO) test -tags peers -count=1 -v -run TestKubeProxy ./nft/iptshim ./internal/answers/compare ./internal/lab/benchmark
 	$(GO) test -tags peers -count=1 -v -run 'TestLiveTakeover/(nft|ip)tables' ./cmd/verdict
 
 # Three nodes with kubelet, containerd and runc in namespaces of this machine. Root only.
 REAL_CLUSTER = CGO_ENABLED=0 $(GO) build -C conformance -trimpath -o $(abspath $(BIN))/cluster ./cmd/cluster && $(BIN)/cluster
 
 cluster-up: tools ## start a real cluster of three nodes with Verdict on this machine: docs/TESTING.md
-	@internal/guest/install containerd runc containernetworking-plugins buildah
+	@internal/lab/guest/install containerd runc containernetworking-plugins buildah
 	$(REAL_CLUSTER) up
 
 CLUSTER_TEST ?=

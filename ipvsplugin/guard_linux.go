@@ -10,7 +10,7 @@ import (
 	"github.com/google/nftables/expr"
 	"golang.org/x/sys/unix"
 
-	"github.com/verdict-proxy/verdict/internal/netlink"
+	"github.com/verdict-proxy/verdict/internal/system/netlink"
 )
 
 // An address with a local route is the host's: listeners on 0.0.0.0 can be reached at it, it answers ping, and ARP,

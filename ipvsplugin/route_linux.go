@@ -9,8 +9,8 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"github.com/verdict-proxy/verdict/internal/ipfamily"
-	"github.com/verdict-proxy/verdict/internal/netlink"
+	"github.com/verdict-proxy/verdict/internal/system/ipfamily"
+	"github.com/verdict-proxy/verdict/internal/system/netlink"
 )
 
 // Packets to an address that the host does not have are forwarded and never get to IPVS. So each address has a route

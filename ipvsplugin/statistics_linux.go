@@ -9,7 +9,7 @@ import (
 	"github.com/moby/ipvs"
 	"golang.org/x/sys/unix"
 
-	"github.com/verdict-proxy/verdict/internal/netlink"
+	"github.com/verdict-proxy/verdict/internal/system/netlink"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 )
 

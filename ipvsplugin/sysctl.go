@@ -9,7 +9,7 @@ import (
 	"strings"
 	"time"
 
-	"github.com/verdict-proxy/verdict/internal/sysctl"
+	"github.com/verdict-proxy/verdict/internal/system/sysctl"
 )
 
 // sysctls are what IPVS needs; docs/decisions/0011-ipvs.md says why. They belong to the network namespace.

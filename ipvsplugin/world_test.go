@@ -11,16 +11,16 @@ import (
 	"testing"
 	"time"
 
-	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/internal/lab"
 	"github.com/verdict-proxy/verdict/internal/lab/labtest"
-	"github.com/verdict-proxy/verdict/internal/testkit"
+	"github.com/verdict-proxy/verdict/internal/system/ipfamily"
+	"github.com/verdict-proxy/verdict/internal/system/testkit"
 	"github.com/verdict-proxy/verdict/nft/kernel"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
-// The tests named TestIPVS need a kernel with IPVS: internal/guest/matrix -k 6.1 ./ipvsplugin -test.run=IPVS
+// The tests named TestIPVS need a kernel with IPVS: internal/lab/guest/matrix -k 6.1 ./ipvsplugin -test.run=IPVS
 //
 // Where there is none they fail, unless VERDICT_IPVS=none says that this machine is known to have none; guests never
 // hear of that.

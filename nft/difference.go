@@ -7,7 +7,7 @@ import (
 	"slices"
 	"strings"
 
-	"github.com/verdict-proxy/verdict/internal/ipfamily"
+	"github.com/verdict-proxy/verdict/internal/system/ipfamily"
 )
 
 // Difference is something that a table holds and should not, or should hold and does not.

@@ -10,7 +10,7 @@ import (
 	"strings"
 	"sync"
 
-	"github.com/verdict-proxy/verdict/internal/ipfamily"
+	"github.com/verdict-proxy/verdict/internal/system/ipfamily"
 )
 
 // Digest identifies what a table should hold. It is the sum of the hashes of its elements and of its structure, so a

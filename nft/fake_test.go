@@ -6,7 +6,7 @@ import (
 	"slices"
 	"strings"
 
-	"github.com/verdict-proxy/verdict/internal/ipfamily"
+	"github.com/verdict-proxy/verdict/internal/system/ipfamily"
 )
 
 // fakeTable takes transactions as strictly as the kernel does: what is added must not be there, what is deleted must,

@@ -4,7 +4,7 @@ import (
 	"reflect"
 	"testing"
 
-	"github.com/verdict-proxy/verdict/internal/testkit"
+	"github.com/verdict-proxy/verdict/internal/system/testkit"
 )
 
 // TestSame: no field is forgotten when two elements with the same key are compared.

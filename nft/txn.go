@@ -3,7 +3,7 @@ package nft
 import (
 	"slices"
 
-	"github.com/verdict-proxy/verdict/internal/ipfamily"
+	"github.com/verdict-proxy/verdict/internal/system/ipfamily"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 )
 

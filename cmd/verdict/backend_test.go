@@ -7,7 +7,7 @@ import (
 	"testing"
 
 	"github.com/verdict-proxy/verdict/internal/lab/labtest"
-	"github.com/verdict-proxy/verdict/internal/testkit"
+	"github.com/verdict-proxy/verdict/internal/system/testkit"
 )
 
 // restart ends the proxy and starts it with other flags; it waits until the log has a text once more.

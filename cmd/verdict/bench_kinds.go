@@ -6,7 +6,7 @@ import (
 
 	"github.com/spf13/cobra"
 
-	"github.com/verdict-proxy/verdict/internal/benchmark"
+	"github.com/verdict-proxy/verdict/internal/lab/benchmark"
 )
 
 func newBenchCold() *cobra.Command {

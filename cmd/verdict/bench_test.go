@@ -14,7 +14,7 @@ import (
 	"github.com/verdict-proxy/verdict/internal/lab/labtest"
 )
 
-// Each measurement prints one JSON object, or a text; internal/benchmark has the tests of what is in them.
+// Each measurement prints one JSON object, or a text; internal/lab/benchmark has the tests of what is in them.
 func TestBench(t *testing.T) {
 	const small = " --services 50 --endpoints 3"
 	for args, title := range map[string]string{

@@ -13,10 +13,10 @@ import (
 
 	"github.com/spf13/cobra"
 
-	"github.com/verdict-proxy/verdict/internal/backends"
-	"github.com/verdict-proxy/verdict/internal/inspect"
-	"github.com/verdict-proxy/verdict/internal/keeper"
-	"github.com/verdict-proxy/verdict/internal/node"
+	"github.com/verdict-proxy/verdict/internal/answers/inspect"
+	"github.com/verdict-proxy/verdict/internal/proxy/backends"
+	"github.com/verdict-proxy/verdict/internal/proxy/keeper"
+	"github.com/verdict-proxy/verdict/internal/proxy/node"
 	"github.com/verdict-proxy/verdict/nft/kernel"
 )
 

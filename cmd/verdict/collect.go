@@ -11,12 +11,12 @@ import (
 	"github.com/spf13/cobra"
 	"golang.org/x/sync/errgroup"
 
-	"github.com/verdict-proxy/verdict/internal/collector"
-	"github.com/verdict-proxy/verdict/internal/config"
-	"github.com/verdict-proxy/verdict/internal/health"
-	"github.com/verdict-proxy/verdict/internal/metrics"
-	"github.com/verdict-proxy/verdict/internal/node"
-	"github.com/verdict-proxy/verdict/internal/status"
+	"github.com/verdict-proxy/verdict/internal/answers/collector"
+	"github.com/verdict-proxy/verdict/internal/proxy/config"
+	"github.com/verdict-proxy/verdict/internal/proxy/health"
+	"github.com/verdict-proxy/verdict/internal/proxy/metrics"
+	"github.com/verdict-proxy/verdict/internal/proxy/node"
+	"github.com/verdict-proxy/verdict/internal/proxy/status"
 	"github.com/verdict-proxy/verdict/sync/watch"
 )
 

@@ -8,10 +8,10 @@ import (
 
 	"github.com/spf13/cobra"
 
-	"github.com/verdict-proxy/verdict/internal/cluster"
-	"github.com/verdict-proxy/verdict/internal/cluster/clustertest"
+	"github.com/verdict-proxy/verdict/internal/answers/cluster"
+	"github.com/verdict-proxy/verdict/internal/answers/cluster/clustertest"
 	"github.com/verdict-proxy/verdict/internal/lab/labtest"
-	"github.com/verdict-proxy/verdict/internal/status"
+	"github.com/verdict-proxy/verdict/internal/proxy/status"
 )
 
 // TestCompletion: a shell completes SRC, where Services answer, and names of Services, by the kernel or by manifests.

@@ -11,7 +11,7 @@ import (
 
 	"github.com/spf13/cobra"
 
-	"github.com/verdict-proxy/verdict/internal/dashboard"
+	"github.com/verdict-proxy/verdict/internal/answers/dashboard"
 )
 
 func newClusterDashboard(o *clusterOptions) *cobra.Command {

@@ -10,10 +10,10 @@ import (
 	"github.com/spf13/cobra"
 	"github.com/spf13/pflag"
 
-	"github.com/verdict-proxy/verdict/internal/backends"
-	"github.com/verdict-proxy/verdict/internal/inspect"
-	"github.com/verdict-proxy/verdict/internal/ledger"
-	"github.com/verdict-proxy/verdict/internal/terminal"
+	"github.com/verdict-proxy/verdict/internal/answers/inspect"
+	"github.com/verdict-proxy/verdict/internal/proxy/backends"
+	"github.com/verdict-proxy/verdict/internal/proxy/ledger"
+	"github.com/verdict-proxy/verdict/internal/system/terminal"
 	"github.com/verdict-proxy/verdict/sync/watch"
 )
 

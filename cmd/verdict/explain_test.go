@@ -9,7 +9,7 @@ import (
 	"strings"
 	"testing"
 
-	"github.com/verdict-proxy/verdict/internal/inspect"
+	"github.com/verdict-proxy/verdict/internal/answers/inspect"
 	"github.com/verdict-proxy/verdict/internal/lab/labtest"
 )
 

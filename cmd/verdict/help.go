@@ -10,9 +10,9 @@ import (
 	"github.com/spf13/cobra"
 	"github.com/spf13/pflag"
 
-	"github.com/verdict-proxy/verdict/internal/config"
-	"github.com/verdict-proxy/verdict/internal/nearest"
-	"github.com/verdict-proxy/verdict/internal/terminal"
+	"github.com/verdict-proxy/verdict/internal/proxy/config"
+	"github.com/verdict-proxy/verdict/internal/system/nearest"
+	"github.com/verdict-proxy/verdict/internal/system/terminal"
 )
 
 // Help is as wide as the terminal, within these bounds: below, nothing can be laid out, and above, no eye finds the

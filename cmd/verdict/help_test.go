@@ -9,7 +9,7 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/verdict-proxy/verdict/internal/lab/labtest"
-	"github.com/verdict-proxy/verdict/internal/terminal"
+	"github.com/verdict-proxy/verdict/internal/system/terminal"
 )
 
 // TestHelp: no help, of verdict and of the plugin, is wider than the terminal, and each has the common form.

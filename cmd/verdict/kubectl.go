@@ -11,10 +11,10 @@ import (
 
 	"github.com/spf13/cobra"
 
-	"github.com/verdict-proxy/verdict/internal/cluster"
-	"github.com/verdict-proxy/verdict/internal/inspect"
-	"github.com/verdict-proxy/verdict/internal/node"
-	"github.com/verdict-proxy/verdict/internal/terminal"
+	"github.com/verdict-proxy/verdict/internal/answers/cluster"
+	"github.com/verdict-proxy/verdict/internal/answers/inspect"
+	"github.com/verdict-proxy/verdict/internal/proxy/node"
+	"github.com/verdict-proxy/verdict/internal/system/terminal"
 )
 
 // kubectlName is the name under which this program is kubectl's plugin.

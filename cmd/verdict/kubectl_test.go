@@ -5,7 +5,7 @@ import (
 	"strings"
 	"testing"
 
-	"github.com/verdict-proxy/verdict/internal/cluster"
+	"github.com/verdict-proxy/verdict/internal/answers/cluster"
 )
 
 // TestKubectlName: by the name of a plugin the program is the plugin, by any other it is verdict.

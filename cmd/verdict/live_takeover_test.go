@@ -32,7 +32,7 @@ import (
 	"github.com/verdict-proxy/verdict/internal/lab/tableowner"
 )
 
-// These tests need kube-proxy and a control plane, and IPVS mode a kernel with IPVS: internal/guest/takeover 6.12
+// These tests need kube-proxy and a control plane, and IPVS mode a kernel with IPVS: internal/lab/guest/takeover 6.12
 
 var (
 	takeovers = flag.Int("takeovers", 3, "how often TestLiveTakeover goes from kube-proxy to Verdict and back")

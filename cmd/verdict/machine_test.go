@@ -12,14 +12,14 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/internal/lab"
 	"github.com/verdict-proxy/verdict/internal/lab/labtest"
-	"github.com/verdict-proxy/verdict/internal/testkit"
+	"github.com/verdict-proxy/verdict/internal/system/ipfamily"
+	"github.com/verdict-proxy/verdict/internal/system/testkit"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
-// inGuest skips a test that does something to the whole machine, unless that is a guest (internal/guest), which is
+// inGuest skips a test that does something to the whole machine, unless that is a guest (internal/lab/guest), which is
 // the test's own.
 func inGuest(t *testing.T) {
 	t.Helper()

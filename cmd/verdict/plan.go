@@ -11,10 +11,10 @@ import (
 	"github.com/spf13/cobra"
 	"github.com/spf13/pflag"
 
-	"github.com/verdict-proxy/verdict/internal/backends"
-	"github.com/verdict-proxy/verdict/internal/inspect"
-	"github.com/verdict-proxy/verdict/internal/plan"
-	"github.com/verdict-proxy/verdict/internal/terminal"
+	"github.com/verdict-proxy/verdict/internal/answers/inspect"
+	"github.com/verdict-proxy/verdict/internal/answers/plan"
+	"github.com/verdict-proxy/verdict/internal/proxy/backends"
+	"github.com/verdict-proxy/verdict/internal/system/terminal"
 	"github.com/verdict-proxy/verdict/nft/kernel"
 	"github.com/verdict-proxy/verdict/sync/watch"
 )

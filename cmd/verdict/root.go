@@ -11,9 +11,9 @@ import (
 
 	"github.com/spf13/cobra"
 
-	"github.com/verdict-proxy/verdict/internal/logging"
-	"github.com/verdict-proxy/verdict/internal/node"
-	"github.com/verdict-proxy/verdict/internal/terminal"
+	"github.com/verdict-proxy/verdict/internal/proxy/node"
+	"github.com/verdict-proxy/verdict/internal/system/logging"
+	"github.com/verdict-proxy/verdict/internal/system/terminal"
 	"github.com/verdict-proxy/verdict/ipvsplugin"
 	"github.com/verdict-proxy/verdict/nft/kernel"
 )

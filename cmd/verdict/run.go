@@ -9,12 +9,12 @@ import (
 
 	"github.com/spf13/cobra"
 
-	"github.com/verdict-proxy/verdict/internal/config"
-	"github.com/verdict-proxy/verdict/internal/conntrack"
-	"github.com/verdict-proxy/verdict/internal/logging"
-	"github.com/verdict-proxy/verdict/internal/node"
-	"github.com/verdict-proxy/verdict/internal/sysctl"
-	"github.com/verdict-proxy/verdict/internal/terminal"
+	"github.com/verdict-proxy/verdict/internal/proxy/config"
+	"github.com/verdict-proxy/verdict/internal/proxy/conntrack"
+	"github.com/verdict-proxy/verdict/internal/proxy/node"
+	"github.com/verdict-proxy/verdict/internal/system/logging"
+	"github.com/verdict-proxy/verdict/internal/system/sysctl"
+	"github.com/verdict-proxy/verdict/internal/system/terminal"
 )
 
 // runOptions are what the command line of run says.

@@ -6,8 +6,8 @@ import (
 	"strings"
 	"testing"
 
-	"github.com/verdict-proxy/verdict/internal/config"
 	"github.com/verdict-proxy/verdict/internal/lab/labtest"
+	"github.com/verdict-proxy/verdict/internal/proxy/config"
 )
 
 // TestOtherThanRun: --write-config-to, --version and --cleanup do not run, and wrong values are not written as if

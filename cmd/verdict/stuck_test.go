@@ -15,7 +15,7 @@ import (
 
 	"github.com/verdict-proxy/verdict/internal/lab"
 	"github.com/verdict-proxy/verdict/internal/lab/labtest"
-	"github.com/verdict-proxy/verdict/internal/node"
+	"github.com/verdict-proxy/verdict/internal/proxy/node"
 )
 
 // beThief makes the test program one that has the name of the place, without any capability, until its input ends.

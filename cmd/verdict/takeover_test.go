@@ -9,7 +9,7 @@ import (
 
 	"github.com/verdict-proxy/verdict/internal/lab"
 	"github.com/verdict-proxy/verdict/internal/lab/labtest"
-	"github.com/verdict-proxy/verdict/internal/takeover"
+	"github.com/verdict-proxy/verdict/internal/proxy/takeover"
 )
 
 // callTakeover runs "verdict takeover" inside a host and gives what it says.

@@ -18,10 +18,10 @@ import (
 	"github.com/chromedp/cdproto/runtime"
 	"github.com/chromedp/chromedp"
 
-	"github.com/verdict-proxy/verdict/internal/cluster"
-	"github.com/verdict-proxy/verdict/internal/cluster/clustertest"
-	"github.com/verdict-proxy/verdict/internal/dashboard"
-	"github.com/verdict-proxy/verdict/internal/status"
+	"github.com/verdict-proxy/verdict/internal/answers/cluster"
+	"github.com/verdict-proxy/verdict/internal/answers/cluster/clustertest"
+	"github.com/verdict-proxy/verdict/internal/answers/dashboard"
+	"github.com/verdict-proxy/verdict/internal/proxy/status"
 )
 
 var update = flag.Bool("update", false, "take the pictures of docs/images anew")

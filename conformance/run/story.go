@@ -18,8 +18,8 @@ import (
 	"github.com/verdict-proxy/verdict/conformance/cases"
 	"github.com/verdict-proxy/verdict/conformance/report"
 	"github.com/verdict-proxy/verdict/conformance/testbed"
-	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/internal/lab"
+	"github.com/verdict-proxy/verdict/internal/system/ipfamily"
 )
 
 // stories tells the stories that share nothing at the same time, and the others one by one.

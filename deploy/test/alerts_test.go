@@ -163,7 +163,7 @@ func refused(values string) string {
 const (
 	alertsFile = chartDir + "/monitoring/prometheus-rules.yaml"
 	// namesFile is held against what the program shows by a test of internal/metrics.
-	namesFile = "../../internal/metrics/testdata/names.txt"
+	namesFile = "../../internal/proxy/metrics/testdata/names.txt"
 )
 
 // TestAlerts has Prometheus itself evaluate each alert, minute by minute for an hour: over series that should make it

@@ -23,10 +23,10 @@ import (
 	appsv1 "k8s.io/api/apps/v1"
 	rbacv1 "k8s.io/api/rbac/v1"
 
-	"github.com/verdict-proxy/verdict/internal/everywhere"
 	"github.com/verdict-proxy/verdict/internal/lab/control"
-	"github.com/verdict-proxy/verdict/internal/status"
-	"github.com/verdict-proxy/verdict/internal/testkit"
+	"github.com/verdict-proxy/verdict/internal/proxy/everywhere"
+	"github.com/verdict-proxy/verdict/internal/proxy/status"
+	"github.com/verdict-proxy/verdict/internal/system/testkit"
 )
 
 // collectorAPI is an API server with two nodes, of which one is connected and the other is gone, and a Service.

@@ -6,30 +6,36 @@ import (
 	"testing"
 )
 
-// budget is how many lines of Go each part of the product may have, without tests. To raise a number is a decision: say
+// budget is how many lines of Go each wing of the product may have, without tests. To raise a number is a decision: say
 // in the commit what the lines are for, and what they replace.
 var budget = map[string]int{
-	"cmd":        3_900,
-	"nft":        18_450,
-	"ipvsplugin": 3_300,
-	"sync":       14_450,
-	"internal":   47_650,
+	"cmd":              3_900,
+	"nft":              18_450,
+	"ipvsplugin":       3_300,
+	"sync":             14_450,
+	"internal/system":  5_750,
+	"internal/proxy":   23_050,
+	"internal/answers": 12_000,
+	"internal/lab":     7_000,
 }
 
-// slack is how far below its budget a part may be before the budget has to follow.
+// slack is how far below its budget a wing may be before the budget has to follow.
 const slack = 250
 
 func TestBudget(t *testing.T) {
 	lines := map[string]int{}
 	eachText(t, func(path, text string) {
 		if strings.HasSuffix(path, ".go") && !strings.HasSuffix(path, "_test.go") {
-			part, _, _ := strings.Cut(filepath.ToSlash(path), "/")
-			lines[part] += strings.Count(text, "\n")
+			for wing := range budget {
+				if under(filepath.ToSlash(path), wing) {
+					lines[wing] += strings.Count(text, "\n")
+				}
+			}
 		}
 	})
-	for part, most := range budget {
-		if n := lines[part]; n > most || n < most-slack {
-			t.Errorf("%s has %d lines of Go without tests; its budget is %d", part, n, most)
+	for wing, most := range budget {
+		if n := lines[wing]; n > most || n < most-slack {
+			t.Errorf("%s has %d lines of Go without tests; its budget is %d", wing, n, most)
 		}
 	}
 }

@@ -5,9 +5,9 @@ import (
 	"testing"
 	"time"
 
-	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/internal/lab"
 	"github.com/verdict-proxy/verdict/internal/lab/labtest"
+	"github.com/verdict-proxy/verdict/internal/system/ipfamily"
 )
 
 // TestEcho: hosts answer a ping, what the node answers with an ICMP error is a refusal, and what it drops is silence.

@@ -26,7 +26,7 @@ import (
 	"slices"
 	"sync"
 
-	"github.com/verdict-proxy/verdict/internal/ipfamily"
+	"github.com/verdict-proxy/verdict/internal/system/ipfamily"
 )
 
 // ErrClosed is what a closed Net or Host answers with.

@@ -4,7 +4,7 @@ import (
 	"maps"
 	"slices"
 
-	"github.com/verdict-proxy/verdict/internal/ipfamily"
+	"github.com/verdict-proxy/verdict/internal/system/ipfamily"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 

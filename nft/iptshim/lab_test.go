@@ -3,9 +3,9 @@ package iptshim
 import (
 	"testing"
 
-	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/internal/lab"
 	"github.com/verdict-proxy/verdict/internal/lab/labtest"
+	"github.com/verdict-proxy/verdict/internal/system/ipfamily"
 )
 
 func TestMain(m *testing.M) { labtest.Main(m) }

@@ -7,7 +7,7 @@ import (
 	"testing/synctest"
 	"time"
 
-	"github.com/verdict-proxy/verdict/internal/netlink"
+	"github.com/verdict-proxy/verdict/internal/system/netlink"
 	"github.com/verdict-proxy/verdict/nft"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )

@@ -3,7 +3,7 @@ package kernel
 import (
 	"encoding/binary"
 
-	"github.com/verdict-proxy/verdict/internal/ipfamily"
+	"github.com/verdict-proxy/verdict/internal/system/ipfamily"
 	"github.com/verdict-proxy/verdict/nft"
 )
 

@@ -3,7 +3,7 @@ package dataplane
 import (
 	"net/netip"
 
-	"github.com/verdict-proxy/verdict/internal/ipfamily"
+	"github.com/verdict-proxy/verdict/internal/system/ipfamily"
 )
 
 // What the kernel counts. Backends read these plain values; commands and metrics show them.

@@ -7,7 +7,7 @@ import (
 	"slices"
 	"time"
 
-	"github.com/verdict-proxy/verdict/internal/units"
+	"github.com/verdict-proxy/verdict/internal/system/units"
 )
 
 // Disagreement says in what the objects and the kernel differ about one packet. At most one of Endpoint

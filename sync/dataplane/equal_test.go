@@ -5,7 +5,7 @@ import (
 	"reflect"
 	"testing"
 
-	"github.com/verdict-proxy/verdict/internal/testkit"
+	"github.com/verdict-proxy/verdict/internal/system/testkit"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 

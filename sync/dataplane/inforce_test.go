@@ -7,7 +7,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/verdict-proxy/verdict/internal/testkit"
+	"github.com/verdict-proxy/verdict/internal/system/testkit"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 

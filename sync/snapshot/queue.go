@@ -4,7 +4,7 @@ import (
 	"sync"
 	"time"
 
-	"github.com/verdict-proxy/verdict/internal/ipfamily"
+	"github.com/verdict-proxy/verdict/internal/system/ipfamily"
 )
 
 // Queue collects deltas from any number of sources for one reader. Deltas that arrive while the reader is busy are

@@ -10,7 +10,7 @@ import (
 	"strings"
 	"testing"
 
-	"github.com/verdict-proxy/verdict/internal/testkit"
+	"github.com/verdict-proxy/verdict/internal/system/testkit"
 )
 
 func in(namespace, name string) Name { return Name{Namespace: namespace, Name: name} }

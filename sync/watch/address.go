@@ -5,7 +5,7 @@ import (
 	"net/netip"
 	"strings"
 
-	"github.com/verdict-proxy/verdict/internal/sloppy"
+	"github.com/verdict-proxy/verdict/internal/system/sloppy"
 )
 
 // addrClass says which addresses are valid in a field.

@@ -7,7 +7,7 @@ import (
 
 	corev1 "k8s.io/api/core/v1"
 
-	"github.com/verdict-proxy/verdict/internal/nearest"
+	"github.com/verdict-proxy/verdict/internal/system/nearest"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 

@@ -15,7 +15,7 @@ import (
 
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
-	"github.com/verdict-proxy/verdict/internal/nearest"
+	"github.com/verdict-proxy/verdict/internal/system/nearest"
 )
 
 // decoder decodes a tree into an API object. The libraries for this lose either the line numbers or the time: they go

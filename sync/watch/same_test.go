@@ -3,7 +3,7 @@ package watch
 import (
 	"testing"
 
-	"github.com/verdict-proxy/verdict/internal/testkit"
+	"github.com/verdict-proxy/verdict/internal/system/testkit"
 )
 
 // TestSame: no field of an object is forgotten when two of its versions are compared.

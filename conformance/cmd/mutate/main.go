@@ -42,7 +42,7 @@ var (
 	loop       = tests{dir: "sync/reconcile"}
 	plan       = tests{dir: "nft"}
 	// simulated has a table and a clock of its own, and needs no network namespace.
-	simulated = tests{dir: "internal/conntrack", run: "^(TestRelease|TestForecast|TestUnanswered|TestFrontend|" +
+	simulated = tests{dir: "internal/proxy/conntrack", run: "^(TestRelease|TestForecast|TestUnanswered|TestFrontend|" +
 		"TestPauses|TestLooksTwice|TestSweeps|TestNothing|TestStorm|TestEndpointArrives|TestFailure|TestNewTCP|TestWrong|" +
 		"TestQueries)"}
 )
@@ -52,7 +52,7 @@ var targets = []target{
 	{"sync/dataplane", 60, []tests{policy, plan, loop, simulation}},
 	{"sync/reconcile", 45, []tests{loop, simulation}},
 	{"nft", 60, []tests{plan, simulation}},
-	{"internal/conntrack", 20, []tests{simulated, {dir: "internal/conntrack"}}},
+	{"internal/proxy/conntrack", 20, []tests{simulated, {dir: "internal/proxy/conntrack"}}},
 }
 
 func main() {

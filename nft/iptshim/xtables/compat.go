@@ -9,7 +9,7 @@ import (
 	"strings"
 	"time"
 
-	"github.com/verdict-proxy/verdict/internal/ipfamily"
+	"github.com/verdict-proxy/verdict/internal/system/ipfamily"
 )
 
 // Compat maintains, beside nftables, the two chains of kube-proxy to which other programs jump: KUBE-MARK-MASQ marks a

@@ -7,9 +7,9 @@ import (
 	"testing"
 	"time"
 
-	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/internal/lab"
 	"github.com/verdict-proxy/verdict/internal/lab/labtest"
+	"github.com/verdict-proxy/verdict/internal/system/ipfamily"
 )
 
 // TestMain gives the tests a lock of their own: the rules of their hosts are nobody else's.

@@ -3,8 +3,8 @@ package xtables
 import (
 	"testing"
 
-	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/internal/lab/labtest"
+	"github.com/verdict-proxy/verdict/internal/system/ipfamily"
 )
 
 // TestWatch: whatever others do with iptables is seen, and nothing if nobody does anything.

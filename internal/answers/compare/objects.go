@@ -1,0 +1,193 @@
+package compare
+
+import (
+	"crypto/sha256"
+	"errors"
+	"fmt"
+	"net/netip"
+	"slices"
+	"time"
+
+	"github.com/verdict-proxy/verdict/internal/system/ipfamily"
+	"github.com/verdict-proxy/verdict/internal/system/packets"
+	"github.com/verdict-proxy/verdict/sync/dataplane"
+	"github.com/verdict-proxy/verdict/sync/snapshot"
+)
+
+// objects is what should happen to packets by the objects: a packets.Walker over a State.
+type objects struct {
+	state      *dataplane.State
+	host       []netip.Addr
+	frontends  map[packets.Key]frontend
+	clusterIPs map[netip.Addr]bool
+	balancers  map[netip.Addr]bool
+	// own are the endpoints on this node.
+	own map[netip.Addr]bool
+}
+
+// frontend is one of the State's, with its port.
+type frontend struct {
+	*dataplane.Frontend
+	port *dataplane.ServicePort
+}
+
+var protocols = map[snapshot.Protocol]packets.Protocol{
+	snapshot.TCP: packets.TCP, snapshot.UDP: packets.UDP, snapshot.SCTP: packets.SCTP,
+}
+
+func newObjects(s *dataplane.State, host []netip.Addr) *objects {
+	o := &objects{state: s, host: host, frontends: map[packets.Key]frontend{}, clusterIPs: map[netip.Addr]bool{},
+		balancers: map[netip.Addr]bool{}, own: map[netip.Addr]bool{}}
+	for _, svc := range s.Services {
+		for _, a := range svc.ClusterIPs {
+			o.clusterIPs[a] = true
+		}
+		for _, a := range svc.LoadBalancerIPs {
+			o.balancers[a] = true
+		}
+		for _, sp := range svc.Ports {
+			for i := range sp.Frontends {
+				fe := &sp.Frontends[i]
+				o.frontends[packets.Key{Addr: fe.Key.Addr, Protocol: protocols[fe.Key.Protocol], Port: fe.Key.Port}] =
+					frontend{fe, sp}
+			}
+			for _, ep := range sp.Serving {
+				if ep.Local {
+					o.own[ep.Addr()] = true
+				}
+			}
+		}
+	}
+	return o
+}
+
+// errScheduled says that IPVS chooses the endpoint, of which rules say nothing.
+var errScheduled = errors.New("IPVS chooses the endpoint")
+
+// pods says how pods are recognized in a family.
+func pods(s *dataplane.State, f ipfamily.Family) dataplane.Pods {
+	return [...]dataplane.Pods{s.Pods4, s.Pods6}[f]
+}
+
+// Walk implements packets.Walker.
+func (o *objects) Walk(p packets.Packet, m packets.Memory, asked *packets.Asked) ([]packets.Outcome, error) {
+	one := func(v packets.Verdict) ([]packets.Outcome, error) {
+		e := packets.Ending{Verdict: v}
+		if v == packets.Rejected {
+			if e.Reject = "icmp port-unreachable"; p.Protocol == packets.TCP {
+				e.Reject = tcpReset
+			}
+		}
+		return []packets.Outcome{{Ending: e, Chance: packets.Certain}}, nil
+	}
+	to, from := p.Destination.Addr(), p.Source.Addr()
+	known := pods(o.state, ipfamily.Of(to))
+	node := p.Interface == ""
+	pod := known.CIDR.IsValid() && known.CIDR.Contains(from) || !node && known.HasInterface(p.Interface)
+	fe, found := o.frontends[packets.Key{Addr: to, Protocol: p.Protocol, Port: p.Destination.Port()}]
+	inRange := func(r netip.Prefix) bool { return r.Contains(to) }
+	switch {
+	case found:
+	case !o.state.Refuses(to, o.host):
+		return one(packets.Untouched)
+	case o.clusterIPs[to]:
+		return one(packets.Rejected)
+	case slices.ContainsFunc(o.state.ServiceCIDRs, inRange):
+		return one(packets.Dropped)
+	case o.balancers[to] && !node && !pod:
+		return one(packets.Rejected)
+	default:
+		return one(packets.Untouched)
+	}
+	if asked != nil {
+		for _, r := range fe.Sources {
+			asked.Intervals = append(asked.Intervals, packets.Interval{First: r.Masked().Addr(), Last: lastAddr(r)})
+		}
+	}
+	if fe.Sources != nil && !slices.ContainsFunc(fe.Sources, func(r netip.Prefix) bool { return r.Contains(from) }) {
+		return one(packets.Dropped)
+	}
+	i := slices.IndexFunc(fe.Routes, func(r dataplane.Route) bool {
+		return r.From == dataplane.Anyone || r.From == dataplane.Pod && pod || r.From == dataplane.Node && node
+	})
+	route := &fe.Routes[i]
+	switch {
+	case route.Pool == fe.port.Scheduled(fe.Frontend):
+		return nil, errScheduled
+	case len(route.Pool.Endpoints) > 0:
+		return o.endpoints(p, &fe, route, m)
+	case route.Pool.Empty == dataplane.Drop:
+		return one(packets.Dropped)
+	case route.Pool.Empty == dataplane.Pass:
+		return one(packets.Untouched)
+	}
+	return one(packets.Rejected)
+}
+
+// endpoints returns the endpoints that a route leads to, with their chances.
+func (o *objects) endpoints(p packets.Packet, fe *frontend, r *dataplane.Route, m packets.Memory) ([]packets.Outcome,
+	error) {
+	total := uint64(0)
+	for _, ep := range r.Pool.Endpoints {
+		total += uint64(max(ep.Weight, 1))
+	}
+	out := make([]packets.Outcome, 0, len(r.Pool.Endpoints))
+	for _, ep := range r.Pool.Endpoints {
+		own := ep.Local && ep.Addr() == p.Source.Addr()
+		onHost := p.Interface != "" && slices.Contains(o.host, ep.Addr())
+		x := packets.Outcome{Ending: packets.Ending{Verdict: packets.Sent, To: ep.AddrPort,
+			Masqueraded: !onHost && (own || r.SNAT)}, Chance: packets.NewChance(uint64(max(ep.Weight, 1)), total)}
+		if fe.port.Affinity > 0 {
+			x.Memory, x.Remembered = ep.AddrPort, uint32(fe.port.Affinity/time.Second)
+		}
+		if m == any(ep.AddrPort) {
+			x.Chance, x.Recalled = packets.Certain, true
+			return []packets.Outcome{x}, nil
+		}
+		out = append(out, x)
+	}
+	return out, nil
+}
+
+// digest identifies the State, as far as it says what happens to packets.
+func (o *objects) digest() (sum [sha256.Size]byte) {
+	h := sha256.New()
+	s := o.state
+	fmt.Fprintln(h, s.Pods4, s.Pods6, s.MasqueradeAll, s.ServiceCIDRs, s.SharedRanges, s.LocalhostNodePorts)
+	for _, n := range sortedNames(s) {
+		svc := s.Services[n]
+		fmt.Fprintln(h, n, svc.ClusterIPs, svc.LoadBalancerIPs, svc.HealthCheckNodePort)
+		for _, sp := range svc.Ports {
+			fmt.Fprintln(h, sp.Name, sp.Affinity, sp.Hash)
+			for i := range sp.Frontends {
+				fe := &sp.Frontends[i]
+				fmt.Fprintln(h, fe.Key, fe.Kind, fe.Sources)
+				for _, r := range fe.Routes {
+					fmt.Fprintln(h, r.From, r.SNAT, r.Pool == sp.Local, r.Pool.Empty)
+				}
+			}
+			fmt.Fprintln(h, sp.Cluster.Endpoints, sp.Local.Endpoints)
+		}
+	}
+	h.Sum(sum[:0])
+	return sum
+}
+
+func sortedNames(s *dataplane.State) []snapshot.Name {
+	names := make([]snapshot.Name, 0, len(s.Services))
+	for n := range s.Services {
+		names = append(names, n)
+	}
+	slices.SortFunc(names, snapshot.Name.Compare)
+	return names
+}
+
+// lastAddr returns the last address of a range.
+func lastAddr(p netip.Prefix) netip.Addr {
+	b := p.Masked().Addr().AsSlice()
+	for bit := p.Bits(); bit < 8*len(b); bit++ {
+		b[bit/8] |= 0x80 >> (bit % 8)
+	}
+	a, _ := netip.AddrFromSlice(b)
+	return a
+}

@@ -1,0 +1,464 @@
+package inspect
+
+import (
+	"fmt"
+	"net/netip"
+	"slices"
+	"strings"
+	"time"
+
+	"github.com/verdict-proxy/verdict/internal/proxy/preflight"
+	"github.com/verdict-proxy/verdict/internal/proxy/status"
+	"github.com/verdict-proxy/verdict/internal/system/terminal"
+	"github.com/verdict-proxy/verdict/sync/dataplane"
+	"github.com/verdict-proxy/verdict/sync/snapshot"
+)
+
+// Answer is the result of explain.
+type Answer struct {
+	Packet AskedPacket
+	Origin Origin
+	// Objects and Kernel are the two answers; nil if that side was not asked.
+	Objects, Kernel *View
+	// Disagreements lists the differences, if both were asked.
+	Disagreements []string
+	// Preflight is what on this host stops the packet, if the kernel was asked.
+	Preflight []status.Finding
+	// Notes holds further remarks for the user.
+	Notes []string
+
+	sender      sender
+	routes      *preflight.Host
+	adopted     []string
+	explanation *dataplane.Explanation
+	trace       *dataplane.Trace
+}
+
+// AskedPacket is the packet that was asked about.
+type AskedPacket struct {
+	dataplane.Packet
+	// StandsFor is the word that was given instead of the Source, if any.
+	StandsFor string
+}
+
+// key is the packet's destination.
+func (p *AskedPacket) key() dataplane.Key {
+	return dataplane.Key{Addr: p.Destination, Protocol: p.Protocol, Port: p.Port}
+}
+
+// Origin tells how the rows of policy classify the sender, and why.
+type Origin struct {
+	Pod, Node bool
+	Why       string
+}
+
+// View is the answer of the objects, or of the kernel.
+type View struct {
+	// From names who answers. Revision is that of the table, 0 if it has none.
+	From     string
+	Revision uint32
+	// Outcome is a dataplane.Outcome's word, "several" or "unreachable". Why explains Cause in a sentence.
+	Outcome string
+	Cause   dataplane.Cause
+	Why     string
+	// Service is the Service that answers; nil if there is none.
+	Service *Service
+	// Scheduler is IPVS's scheduler, if IPVS chooses the endpoint.
+	Scheduler string
+	// Ranges are the source ranges; nil if every source is allowed.
+	Ranges     *Ranges
+	Rows       []Row
+	Endpoints  []Endpoint
+	Excluded   []ExcludedEndpoint
+	Affinity   *Affinity
+	NearMisses []NearMiss
+	// Chains are the chains that decided. Steps are the rules that saw the packet.
+	Chains  []string
+	Steps   []dataplane.TraceStep
+	Unclear []string
+}
+
+// Service is a Service port that answers.
+type Service struct {
+	Port dataplane.PortName
+	// Kind is the frontend's kind, as dataplane names it; empty if unknown.
+	Kind string
+	// Claims lists other Services that claim the address and lost it to this one.
+	Claims []string
+	// Settings are what the Service's annotations ask for, if the objects are known.
+	Settings []Setting
+	// Connections is the count since the frontend was written; nil if it is not counted.
+	Connections *uint64
+}
+
+// Setting is what an annotation of a Service asks for.
+type Setting struct {
+	Name, Value string
+	// Without says why it changes nothing here; empty if it does.
+	Without string
+}
+
+// Ranges holds the allowed source ranges of a Service.
+type Ranges struct {
+	Ranges []netip.Prefix
+	// Holds is the range that contains the sender; invalid if none does.
+	Holds netip.Prefix
+}
+
+// Row is a row of policy.
+type Row struct {
+	From                       dataplane.From
+	Local, Masquerade, Decides bool
+}
+
+// Endpoint is an endpoint that the packet may be sent to.
+type Endpoint struct {
+	netip.AddrPort
+	Node, Zone string
+	// Chance is 0 if IPVS chooses, by its scheduler and the Weight.
+	Chance float64
+	Weight int
+	// SourceSeen tells which source address the endpoint sees, and Source is that address, if known. Both are unset for
+	// endpoints of the kernel's IPVS.
+	SourceSeen *dataplane.SourceSeen
+	Source     netip.Addr
+	// Draining is true if the endpoint terminates.
+	Draining bool
+	// Kept explains why an endpoint is not ejected although it is unhealthy; empty for others.
+	Kept string
+	// Starting says how an endpoint starts that gets less than its share because of a slow start; empty for others.
+	Starting string
+	// Trouble says why what is sent there reaches nobody; empty if nothing is known that stops it.
+	Trouble     string
+	Connections *uint64
+}
+
+// ExcludedEndpoint is an endpoint that the packet cannot be sent to or, with an invalid address, a slice of them.
+type ExcludedEndpoint struct {
+	netip.AddrPort
+	Node, Zone, Slice string
+	// Reason is a word, and Why a sentence.
+	Reason, Why string
+}
+
+// Affinity tells how long a sender stays with an endpoint.
+type Affinity struct {
+	Timeout time.Duration
+	// Endpoint is the one that the sender is bound to, for Left more; invalid if it is not bound.
+	Endpoint netip.AddrPort
+	Left     time.Duration
+}
+
+// NearMiss is a frontend that the user may have meant.
+type NearMiss struct {
+	Key  dataplane.Key
+	Port dataplane.PortName
+	// Kind is as in Service.
+	Kind string
+}
+
+// fillObjects fills in the objects' answer.
+func (a *Answer) fillObjects(x *dataplane.Explanation, o *Objects, policy *Policy, unknown string) {
+	a.explanation, a.adopted = x, o.Adopted
+	a.Origin = a.originBy(x, o, policy, unknown)
+	v := &View{From: o.Source, Outcome: x.Cause.Outcome().String(), Cause: x.Cause}
+	a.Objects = v
+	if x.Frontend != nil {
+		a.fillFrontend(v, o)
+	}
+	for _, n := range x.NearMisses {
+		v.NearMisses = append(v.NearMisses, NearMiss{n.Key, n.Claim.Port, n.Claim.Kind.String()})
+	}
+	v.Why = a.why(v)
+	if x.Cause == dataplane.FrontendFound || x.Cause == dataplane.FrontendScheduled && x.ZonesIgnored != "" {
+		a.noteChoice(x)
+	}
+}
+
+// noteChoice says how the endpoint is chosen, if that is not as usual or not as the Service asks.
+func (a *Answer) noteChoice(x *dataplane.Explanation) {
+	how := x.Port.ChosenBy(x.Frontend.Routes[x.Row].Pool)
+	switch {
+	case x.Frontend.NotScheduled != dataplane.Schedulable:
+		a.Notes = append(a.Notes, "the Service asks for IPVS, and nftables chooses the endpoint "+how+": "+
+			x.Frontend.NotScheduled.String())
+	case how != dataplane.AtRandom:
+		a.Notes = append(a.Notes, "the endpoint is chosen "+how)
+	}
+	switch {
+	case x.ZonesIgnored != "":
+		a.Notes = append(a.Notes, "the Service prefers near endpoints, and this node does not: "+x.ZonesIgnored)
+	case x.Zones != nil && x.Frontend.NotScheduled != dataplane.SlotsFull:
+		a.Notes = append(a.Notes, zonesText(x.Zones))
+	}
+}
+
+// originBy classifies the sender by the objects' flags.
+func (a *Answer) originBy(x *dataplane.Explanation, o *Objects, policy *Policy, unknown string) Origin {
+	if g := x.Origin.Guess; g.IsValid() {
+		return Origin{Pod: true, Why: fmt.Sprintf(
+			"%s is in this Node's pod range %s, so it should come in by %s: taken for a pod (or give --interface)",
+			a.sender.addr, g, podsText(x.Origin.Pods))}
+	}
+	by := map[dataplane.DetectLocalMode]string{
+		dataplane.DetectClusterCIDR: "--cluster-cidr", dataplane.DetectNodeCIDR: "the Node's podCIDRs",
+		dataplane.DetectBridgeInterface:     "--pod-bridge-interface",
+		dataplane.DetectInterfaceNamePrefix: "--pod-interface-name-prefix",
+	}[o.Config.DetectLocal.Mode]
+	if len(o.Adopted) > 0 && o.Config.DetectLocal.Mode == dataplane.DetectClusterCIDR && !policy.detectsPods() {
+		by = "the kernel's rules"
+	}
+	return originOf(a.sender, knownPods{x.Origin.Pods, unknown}, x.Origin.Node, by)
+}
+
+// fillFrontend fills in the frontend.
+func (a *Answer) fillFrontend(v *View, o *Objects) {
+	x := a.explanation
+	v.Service = &Service{Port: x.Port.Name, Kind: x.Frontend.Kind.String(), Settings: settingsOf(x)}
+	for _, c := range x.Claims[1:] {
+		v.Service.Claims = append(v.Service.Claims, c.String())
+	}
+	if x.Frontend.Sources != nil {
+		v.Ranges = &Ranges{x.Frontend.Sources, x.Source}
+	}
+	for i, r := range x.Frontend.Routes {
+		v.Rows = append(v.Rows, Row{From: r.From, Local: x.Local[i], Masquerade: r.SNAT, Decides: i == x.Row})
+	}
+	if x.Cause == dataplane.FrontendScheduled {
+		v.Scheduler = x.Port.Scheduling.String()
+	}
+	if x.Port.Affinity > 0 {
+		v.Affinity = &Affinity{Timeout: x.Port.Affinity}
+	}
+	if x.Cause != dataplane.SourceRefused && x.Cause != dataplane.FromOutsideToLoopback { // else they make no difference
+		a.fillEndpoints(v, o)
+	}
+}
+
+// fillEndpoints fills in the endpoints that can be chosen, and the excluded ones.
+func (a *Answer) fillEndpoints(v *View, o *Objects) {
+	x := a.explanation
+	total := 0
+	for _, c := range x.Endpoints {
+		if c.Reason.Included() {
+			total += c.Share()
+		}
+	}
+	for _, c := range x.Endpoints {
+		if !c.Reason.Included() {
+			l := ExcludedEndpoint{AddrPort: c.AddrPort, Node: c.Object.Node, Zone: c.Object.Zone, Slice: c.Slice,
+				Reason: c.Reason.String(), Why: a.exclusionText(&c, o.Config.NodeName)}
+			v.Excluded = append(v.Excluded, l)
+			continue
+		}
+		e := Endpoint{AddrPort: c.AddrPort, Node: c.Object.Node, Zone: c.Object.Zone,
+			Chance:     float64(c.Share()) / float64(total),
+			SourceSeen: &c.SourceSeen, Source: a.source(c.SourceSeen, c.Addr()),
+			Draining: c.Reason == dataplane.IncludedTerminating}
+		if v.Scheduler != "" {
+			e.Chance, e.Weight = 0, int(c.Weight)
+		}
+		if c.Unhealthy != nil {
+			e.Kept = keptText(c.Unhealthy, x)
+		}
+		if c.Starting != nil {
+			e.Starting = startingText(c.Starting)
+		}
+		v.Endpoints = append(v.Endpoints, e)
+	}
+	for _, s := range x.SkippedSlices {
+		l := ExcludedEndpoint{Slice: s.Slice, Reason: otherFamily,
+			Why: terminal.Plural(s.Endpoints, "endpoint") + " of the other family"}
+		if !s.OtherFamily {
+			l.Reason, l.Why = "other-port", terminal.Plural(s.Endpoints, "endpoint")+" without "+portText(x.Port.Name, s)
+		}
+		v.Excluded = append(v.Excluded, l)
+	}
+}
+
+// unhealthyText says what is wrong with an endpoint, and since when.
+func unhealthyText(u *snapshot.Unhealthy) string {
+	return u.Cause.String() + " since " + u.Since.UTC().Format(time.RFC3339)
+}
+
+// keptText says why an unhealthy endpoint is still in its pool.
+func keptText(u *snapshot.Unhealthy, x *dataplane.Explanation) string {
+	pool := x.Frontend.Routes[x.Row].Pool
+	switch {
+	case u.Doubtful:
+		return unhealthyText(u) + keptHere[true]
+	case x.Port.SecondChance == snapshot.SecondChanceObserve:
+		return unhealthyText(u) + ", observe only"
+	case len(pool.Endpoints)+len(pool.Ejected) == 1:
+		return unhealthyText(u) + ", kept: there is no other endpoint"
+	}
+	return unhealthyText(u) + ", kept: half of the pool is ejected already"
+}
+
+// otherFamily is the reason of slices that have only endpoints of the other family.
+const otherFamily = "other-family"
+
+func portText(p dataplane.PortName, s dataplane.SkippedSlice) string {
+	text := "an unnamed port"
+	if p.Port != "" {
+		text = fmt.Sprintf("a port named %q", p.Port)
+	}
+	text += " for " + p.Protocol.String()
+	var has []string
+	for _, sp := range s.Ports {
+		has = append(has, fmt.Sprintf("%q %d/%s", sp.Name, sp.Port, sp.Protocol))
+	}
+	if has == nil {
+		return text + "; it has no ports"
+	}
+	return text + "; it has " + strings.Join(has, ", ")
+}
+
+// source returns the source address that an endpoint sees; invalid if it is unknown which of this node's it is.
+func (a *Answer) source(s dataplane.SourceSeen, endpoint netip.Addr) netip.Addr {
+	if !s.Node() {
+		return a.sender.addr
+	}
+	from, _, _ := a.routes.Route(endpoint)
+	return from
+}
+
+// exclusionText explains why an endpoint is not in the pool.
+func (a *Answer) exclusionText(c *dataplane.EndpointDecision, node string) string {
+	x := a.explanation
+	switch c.Reason {
+	case dataplane.ExcludedNotReady:
+		return "not ready"
+	case dataplane.ExcludedNotServing:
+		return "terminating, and serves no longer"
+	case dataplane.ExcludedTerminating:
+		return "terminating, and others are ready"
+	case dataplane.ExcludedOtherNode:
+		policy := "internalTrafficPolicy"
+		if x.Frontend.Kind != dataplane.ClusterIP {
+			policy = "externalTrafficPolicy"
+		}
+		if c.Object.Node == "" {
+			return "on no known node, and " + policy + " is Local"
+		}
+		return "not on this node (" + node + "), and " + policy + " is Local"
+	case dataplane.ExcludedNodeHint:
+		return fmt.Sprintf("topology hints: for %s, and this node is %s", orNone(c.Object.ForNodes), node)
+	case dataplane.ExcludedZoneHint:
+		return fmt.Sprintf("topology hints: for %s, and this node is in %s", orNone(c.Object.ForZones), x.Zone)
+	case dataplane.ExcludedDuplicate:
+		return "mentioned twice: the other mention counts"
+	case dataplane.ExcludedDrained:
+		return "its weight is 0: no new connections"
+	case dataplane.ExcludedOtherZone:
+		return otherZoneText(x.Zones, c.Object.Zone)
+	case dataplane.ExcludedUnanswered, dataplane.ExcludedRefused:
+		return unhealthyText(c.Unhealthy) + ejectedHere
+	}
+	return c.Reason.String()
+}
+
+func orNone(names []string) string {
+	if len(names) == 0 {
+		return "none"
+	}
+	return strings.Join(names, ", ")
+}
+
+// fillKernel fills in the kernel's answer.
+func (a *Answer) fillKernel(t *dataplane.Trace) {
+	a.trace = t
+	v := &View{From: "the kernel", Revision: t.Revision, Outcome: t.Outcome(), Cause: t.Cause, Chains: t.Chains(),
+		Steps:   t.Steps,
+		Unclear: t.Unclear, Scheduler: t.Scheduler}
+	a.Kernel = v
+	a.Notes = append(a.Notes, t.Notes...)
+	if t.Port.Service != (snapshot.Name{}) {
+		v.Service = &Service{Port: t.Port, Connections: t.Connections}
+	}
+	a.fillDestinations(v)
+	for _, d := range t.Destinations {
+		v.Endpoints = append(v.Endpoints, Endpoint{AddrPort: d.AddrPort, Weight: int(d.Weight), Draining: d.Weight == 0,
+			Connections: &d.Connections})
+	}
+	a.fillHealth(v, t.Unhealthy)
+	for _, n := range t.Near {
+		v.NearMisses = append(v.NearMisses, NearMiss{Key: n.Key, Port: n.Port})
+	}
+	v.Why = a.whyKernel(v)
+}
+
+// fillHealth fills in what the kernel holds of the endpoints of the pool.
+func (a *Answer) fillHealth(v *View, list []dataplane.EndpointHealth) {
+	for i := range list {
+		u := &list[i]
+		if u.Ejected {
+			reason := dataplane.ExcludedUnanswered
+			if u.Cause == snapshot.Refused {
+				reason = dataplane.ExcludedRefused
+			}
+			v.Excluded = append(v.Excluded, ExcludedEndpoint{AddrPort: u.Endpoint, Reason: reason.String(),
+				Why: unhealthyText(&u.Unhealthy) + ejectedHere})
+			continue
+		}
+		for n := range v.Endpoints {
+			if v.Endpoints[n].AddrPort == u.Endpoint {
+				v.Endpoints[n].Kept = unhealthyText(&u.Unhealthy) + keptHere[u.Doubtful]
+			}
+		}
+	}
+}
+
+// keptHere follows what is wrong with an endpoint that is not ejected, by whether that is in doubt.
+var keptHere = map[bool]string{false: ", kept", true: " by some clients: it may accept others"}
+
+// ejectedHere follows what is wrong with an endpoint that is ejected.
+const ejectedHere = ", ejected on this node"
+
+// fillDestinations fills in the endpoints that the kernel would choose from, and the affinity entry.
+func (a *Answer) fillDestinations(v *View) {
+	for _, end := range a.trace.Endings {
+		if end.Outcome != dataplane.Sent {
+			continue
+		}
+		sees := dataplane.SourceSeenClient
+		switch {
+		case end.Hairpin:
+			sees = dataplane.SourceSeenHairpin
+		case end.Masquerade:
+			sees = dataplane.SourceSeenNode
+		}
+		v.Endpoints = append(v.Endpoints, Endpoint{AddrPort: end.Endpoint, Chance: float64(end.Share) / float64(end.Of),
+			SourceSeen: &sees,
+			Source:     a.source(sees, end.Endpoint.Addr()), Connections: end.Connections})
+		if end.Remember > 0 {
+			v.Affinity = &Affinity{Timeout: end.Remember}
+		}
+	}
+	slices.SortStableFunc(v.Endpoints, func(x, y Endpoint) int { return x.Compare(y.AddrPort) })
+	if bound, ok := a.trace.Bound(); ok {
+		if v.Affinity == nil {
+			v.Affinity = &Affinity{}
+		}
+		v.Affinity.Endpoint, v.Affinity.Left = bound.Endpoint, bound.Left
+	}
+}
+
+// compare records where objects and kernel disagree.
+func (a *Answer) compare() {
+	if a.explanation == nil || a.trace == nil {
+		return
+	}
+	for _, d := range a.trace.Disagreements(a.explanation) {
+		a.Disagreements = append(a.Disagreements, d.String())
+	}
+	for _, flag := range a.adopted {
+		a.Notes = append(a.Notes, "taken from the kernel: "+flag)
+	}
+}
+
+// Compared reports whether both were asked. If so, Agree reports whether they agree.
+func (a *Answer) Compared() bool { return a.Objects != nil && a.Kernel != nil }
+
+// Agree reports whether objects and kernel give the same answer.
+func (a *Answer) Agree() bool { return len(a.Disagreements) == 0 }

@@ -1,0 +1,54 @@
+package inspect
+
+import (
+	"github.com/verdict-proxy/verdict/internal/system/terminal"
+	"github.com/verdict-proxy/verdict/internal/system/units"
+	"github.com/verdict-proxy/verdict/sync/dataplane"
+	"github.com/verdict-proxy/verdict/sync/snapshot"
+)
+
+// settingsOf returns what the Service that answers asks for by its annotations. How it wants its endpoints to be chosen
+// is said with the choice.
+func settingsOf(x *dataplane.Explanation) (list []Setting) {
+	svc := x.Object
+	add := func(asked bool, name, value, without string) {
+		if asked {
+			list = append(list, Setting{name, value, without})
+		}
+	}
+	overTCP := ""
+	if x.Port.Name.Protocol != snapshot.TCP {
+		overTCP = "only for tcp"
+	}
+	chance := overTCP
+	if chance == "" && x.Port.SecondChance != svc.SecondChance {
+		chance = "off for the whole node"
+	}
+	add(svc.SecondChance != snapshot.SecondChanceDefault, "second-chance", svc.SecondChance.String(), chance)
+	add(svc.Drain > 0, "drain", units.Span(svc.Drain), overTCP)
+	failover := ""
+	switch {
+	case !svc.ExternalLocal:
+		failover = "externalTrafficPolicy is Cluster"
+	case x.Frontend.Kind == dataplane.ClusterIP:
+		failover = "not at cluster IPs"
+	}
+	add(svc.ExternalFailover != snapshot.FailoverDrop, "external-failover", svc.ExternalFailover.String(), failover)
+	add(svc.SlowStart > 0, "slow-start", units.Span(svc.SlowStart), "")
+	add(svc.Counters == snapshot.CountersFirst, "counters", "true", "")
+	add(svc.Counters == snapshot.CountersNever, "counters", "false", "")
+	return list
+}
+
+// printSettings prints a line for each setting.
+func printSettings(s *terminal.Printer, list []Setting) {
+	label := "Settings"
+	for _, set := range list {
+		text := set.Name + " " + set.Value
+		if set.Without != "" {
+			text += " (no effect: " + set.Without + ")"
+		}
+		labelled(s, label, "%s", text)
+		label = ""
+	}
+}

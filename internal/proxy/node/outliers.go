@@ -1,0 +1,92 @@
+package node
+
+import (
+	"errors"
+	"fmt"
+	"net/netip"
+
+	"github.com/verdict-proxy/verdict/internal/proxy/backends"
+	"github.com/verdict-proxy/verdict/internal/proxy/conntrack"
+	"github.com/verdict-proxy/verdict/internal/proxy/metrics"
+	"github.com/verdict-proxy/verdict/internal/proxy/outlier"
+	"github.com/verdict-proxy/verdict/internal/proxy/status"
+	"github.com/verdict-proxy/verdict/sync/snapshot"
+	"github.com/verdict-proxy/verdict/sync/watch"
+)
+
+// outliers finds endpoints that do not answer or refuse.
+type outliers struct {
+	*outlier.Detector
+	evidence backends.EvidenceReader
+	flows    *conntrack.Conn
+}
+
+// newOutliers opens what finds them; nil if the node has no Prober, or the backend gathers no evidence.
+func newOutliers(n *Node, queue *snapshot.Queue) (*outliers, error) {
+	if n.Prober == nil || n.Backend.Evidence == nil {
+		return nil, nil
+	}
+	evidence, err := n.Backend.Evidence()
+	if err != nil {
+		return nil, err
+	}
+	flows, err := conntrack.Dial(0)
+	if err != nil {
+		return nil, errors.Join(err, evidence.Close())
+	}
+	events := n.serving.events
+	d := outlier.New(outlier.Options{
+		Evidence: evidence, Prober: n.Prober, Flows: conntrack.NewUnanswered(flows), Put: queue.Put, Log: n.Log,
+		Ejected: func(service snapshot.Name, endpoint netip.AddrPort, cause snapshot.Cause) {
+			events.Emit(watch.Event{Warning: true, Reason: "EndpointEjected", Action: "Eject", Service: service,
+				Note: ejectionNote(n.Config.NodeName, endpoint, cause)})
+		},
+	})
+	return &outliers{d, evidence, flows}, nil
+}
+
+func ejectionNote(node string, endpoint netip.AddrPort, cause snapshot.Cause) string {
+	what := "does not answer"
+	if cause == snapshot.Refused {
+		what = "refuses connections from"
+	}
+	return fmt.Sprintf("%v %s node %s, which sends no new connections there until it does", endpoint, what, node)
+}
+
+// close closes the sockets after Run has ended.
+func (o *outliers) close() error {
+	if o == nil {
+		return nil
+	}
+	return errors.Join(o.evidence.Close(), o.flows.Close())
+}
+
+// ejected lists the ejected endpoints; none if nobody looks for them.
+func (o *outliers) ejected() (list []status.EjectedEndpoint) {
+	if o == nil {
+		return nil
+	}
+	for _, s := range o.Report().Services {
+		for _, e := range s.Endpoints {
+			if e.Ejected {
+				list = append(list, status.EjectedEndpoint{Service: s.Service, Endpoint: e.Endpoint, Cause: e.Cause,
+					Since: e.Since})
+			}
+		}
+	}
+	return list
+}
+
+// outlierMetrics names the counts.
+func outlierMetrics(s outlier.Stats) metrics.Outliers {
+	m := metrics.Outliers{Ejected: map[string]float64{}, Ejections: map[string]float64{}, Probes: map[string]float64{},
+		FlowsDeleted: s.FlowsDeleted, ReadFailures: s.ReadErrors}
+	for c := range s.Ejected {
+		name := snapshot.Cause(c).String()
+		m.Ejected[name], m.Ejections[name] = float64(s.Ejected[c]), float64(s.Ejections[c])
+	}
+	for o, n := range s.Probes {
+		m.Probes[outlier.Outcome(o).String()] = float64(n)
+	}
+	return m
+}

@@ -1,0 +1,131 @@
+package node
+
+import (
+	"context"
+	"net/netip"
+	"os"
+	"strconv"
+	"strings"
+	"sync"
+	"time"
+
+	"github.com/verdict-proxy/verdict/internal/proxy/conntrack"
+	"github.com/verdict-proxy/verdict/internal/proxy/outlier"
+	"github.com/verdict-proxy/verdict/sync/reconcile"
+)
+
+// releaser releases TCP connections to endpoints that are gone.
+type releaser struct {
+	*conntrack.Releaser
+	flows *conntrack.Conn
+}
+
+// newReleaser opens what releases connections; nil if the node has no Prober.
+func (n *Node) newReleaser(shown *telemetry) (*releaser, error) {
+	if n.Prober == nil {
+		return nil, nil
+	}
+	flows, err := conntrack.Dial(0)
+	if err != nil {
+		return nil, err
+	}
+	if loose, err := readConntrack("nf_conntrack_tcp_loose"); err == nil && loose == 0 {
+		n.Log.Warn("connections to endpoints that are gone will hang: the kernel does not pick up connections in midstream",
+			"sysctl", "net.netfilter.nf_conntrack_tcp_loose", "value", loose)
+	}
+	places := make(chan struct{}, maxReleaseProbes)
+	return &releaser{conntrack.NewReleaser(flows, conntrack.ReleaserOptions{
+		Probe: func(ctx context.Context, endpoints []netip.AddrPort) []bool {
+			return probeAll(ctx, n.Prober, places, endpoints)
+		},
+		ShortestTimeout: shortestTimeout,
+		Report: func(r conntrack.ReleaseResult) {
+			n.logRelease(r)
+			for _, released := range r.Released {
+				shown.metrics.ObserveRelease(released.Reason.String(), released.Flows)
+			}
+		},
+	}), flows}, nil
+}
+
+// listeners returns what the loop must call: nothing if r is nil.
+func (r *releaser) listeners() []reconcile.Listener {
+	if r == nil {
+		return nil
+	}
+	return []reconcile.Listener{r.Listener()}
+}
+
+// run releases connections until the context ends.
+func (r *releaser) run(ctx context.Context) error {
+	if r == nil {
+		return nil
+	}
+	return r.Run(ctx)
+}
+
+// close closes the sockets after Run has ended.
+func (r *releaser) close() error {
+	if r == nil {
+		return nil
+	}
+	return r.flows.Close()
+}
+
+// logRelease logs the result of a look at connections to endpoints that are gone.
+func (n *Node) logRelease(r conntrack.ReleaseResult) {
+	if r.Err != nil {
+		n.Log.Warn("connections to endpoints that are gone may hang for now; it will be tried again", "err", r.Err)
+	}
+	for _, released := range r.Released {
+		n.Log.Info("released connections to an endpoint that is gone", "service", released.Port.String(),
+			"endpoint", released.Endpoint, "connections", released.Flows, "reason", released.Reason.String())
+	}
+}
+
+// maxReleaseProbes is how many endpoints are probed at a time.
+const maxReleaseProbes = 32
+
+// probeAll probes endpoints, for a second at most. Those it did not come to count as endpoints that answer. A probe
+// takes one of the places, which all calls share.
+func probeAll(ctx context.Context, prober outlier.Prober, places chan struct{}, endpoints []netip.AddrPort) []bool {
+	answers := make([]bool, len(endpoints))
+	late := time.After(time.Second)
+	var all sync.WaitGroup
+	defer all.Wait()
+	for i, e := range endpoints {
+		select {
+		case places <- struct{}{}:
+		case <-late:
+			for ; i < len(answers); i++ {
+				answers[i] = true
+			}
+			return answers
+		}
+		all.Go(func() {
+			answers[i] = prober.Probe(ctx, e) != outlier.Silent
+			<-places
+		})
+	}
+	return answers
+}
+
+// shortestTimeout returns the least timeout that the kernel has for a connection with unacknowledged data.
+func shortestTimeout() time.Duration {
+	least := 5 * time.Minute
+	for _, name := range []string{"unacknowledged", "max_retrans", "established"} {
+		if seconds, err := readConntrack("nf_conntrack_tcp_timeout_" + name); err == nil {
+			least = min(least, time.Duration(seconds)*time.Second)
+		}
+	}
+	return least
+}
+
+// readConntrack reads a sysctl of connection tracking.
+func readConntrack(name string) (int, error) {
+	text, err := os.ReadFile("/proc/sys/net/netfilter/" + name)
+	if err != nil {
+		return 0, err
+	}
+	return strconv.Atoi(strings.TrimSpace(string(text)))
+}

@@ -1,0 +1,159 @@
+package preflight
+
+import (
+	"cmp"
+	"errors"
+	"fmt"
+	"net/netip"
+	"strings"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/verdict-proxy/verdict/internal/proxy/status"
+	"github.com/verdict-proxy/verdict/internal/system/ipfamily"
+	"github.com/verdict-proxy/verdict/internal/system/packets"
+)
+
+// Packet is the first packet of a connection to a Service.
+type Packet struct {
+	Source, Destination netip.AddrPort
+	Protocol            packets.Protocol
+	// Local says that a process of this host sends it, and Interface by which it comes in otherwise.
+	Local     bool
+	Interface string
+}
+
+// clientPort stands for the port of a client.
+const clientPort = 40000
+
+// NewPacket returns a packet of a client whose port makes no difference.
+func NewPacket(source netip.Addr, to netip.AddrPort, p packets.Protocol, local bool, iface string) Packet {
+	return Packet{netip.AddrPortFrom(source, clientPort), to, p, local, iface}
+}
+
+// Sent returns why no packet is made that rules could see: a process of this host sends it, without a route. It is nil
+// if one is.
+func (h *Host) Sent(p Packet) *status.Finding {
+	if !p.Local {
+		return nil
+	}
+	to := p.Destination.Addr()
+	if _, _, err := h.route(to); err != nil {
+		return noRoute(to, err)
+	}
+	return nil
+}
+
+// Before returns the rules of another program that a packet meets before Verdict's, and that send it elsewhere or
+// refuse it; nil if there are none. Unclear says what is not known.
+func (h *Host) Before(p Packet) (stop *status.Finding, unclear string) {
+	rules, err := h.rules()
+	if err != nil {
+		return nil, "rules of other programs are not known: " + err.Error()
+	}
+	c, err := rules.Translate(h.walked(p, p.Destination), natPriority)
+	switch {
+	case err != nil:
+		return nil, "whether another program translates it first is not known: " + err.Error()
+	case c.Verdict != packets.Untouched:
+		what := fmt.Sprintf("the chain %s comes before Verdict's", c.By)
+		if c.Verdict == packets.Sent {
+			what += fmt.Sprintf(", and sends packets to %s to %s", p.Destination, c.To)
+		} else {
+			what += fmt.Sprintf(", and refuses packets to %s", p.Destination)
+		}
+		return &status.Finding{Check: NATAhead, What: what, Advice: adviceNATAhead}, ""
+	}
+	return nil, ""
+}
+
+// After returns what stops a packet that Verdict's rules have sent to an endpoint; Masqueraded says that it has an
+// address of this host then.
+func (h *Host) After(p Packet, endpoint netip.AddrPort, masqueraded bool) (stop *status.Finding, unclear string) {
+	to := endpoint.Addr()
+	family := ipfamily.Of(to)
+	_, link, err := h.route(to)
+	switch {
+	case err != nil:
+		return noRoute(to, err), ""
+	case p.Local || h.Local(to):
+		return nil, ""
+	case !h.forwards[family]:
+		return noForwarding(family), ""
+	case h.sameBridge(p.Interface, to) && !h.bridgeCallsHooks[family] && !masqueraded:
+		// Whether pods reach each other past this host is theirs to say.
+		f := plainBridge(p.Interface, family)
+		unclear = f.What + ": " + f.Advice
+	}
+	rules, err := h.rules()
+	if err != nil {
+		return nil, cmp.Or(unclear, "rules of other programs are not known: "+err.Error())
+	}
+	walked := h.walked(p, endpoint)
+	walked.Out, walked.OutIndex = link.Name, uint32(link.Index)
+	c, err := rules.Forward(walked, p.Destination)
+	switch {
+	case err != nil:
+		return nil, cmp.Or(unclear, "whether another program lets it pass is not known: "+err.Error())
+	case c.Verdict == packets.Dropped, c.Verdict == packets.Rejected:
+		verb := map[packets.Verdict]string{packets.Dropped: "drops", packets.Rejected: "rejects"}[c.Verdict]
+		what := fmt.Sprintf("the chain %s %s what this host forwards from %s to %s", c.By, verb, p.Source.Addr(), to)
+		return &status.Finding{Check: ForwardDrop, What: what, Advice: adviceForward(c.By)}, ""
+	}
+	return nil, unclear
+}
+
+// walked returns a packet as package packets follows it.
+func (h *Host) walked(p Packet, to netip.AddrPort) packets.Packet {
+	out := packets.Packet{Source: p.Source, Destination: to, Protocol: p.Protocol, Interface: p.Interface}
+	if p.Local {
+		out.Interface = ""
+	} else if link, err := h.handle.LinkByName(p.Interface); err == nil {
+		out.Index = uint32(link.Attrs().Index)
+	}
+	return out
+}
+
+func noRoute(to netip.Addr, err error) *status.Finding {
+	why := err.Error()
+	if errors.Is(err, unix.ENETUNREACH) {
+		why = "network is unreachable"
+	}
+	return &status.Finding{Check: NoRoute, What: fmt.Sprintf("this host has no route to %s (%s)", to, why),
+		Advice: "without a default route, the kernel lets no process of this host send to a Service, whatever rules " +
+			"there are: add one, or a route to the range of Services and to the pods of other nodes"}
+}
+
+func noForwarding(f ipfamily.Family) *status.Finding {
+	what := fmt.Sprintf("this host forwards no %s packets: %s is 0", f, forwarding[f])
+	return &status.Finding{Check: NoForwarding, What: what,
+		Advice: "pods and clients outside reach no endpoint elsewhere: sysctl -w " + forwarding[f] + "=1"}
+}
+
+func plainBridge(bridge string, f ipfamily.Family) *status.Finding {
+	why := bridgeCalls[f] + " is 0"
+	if sysctl(bridgeCalls[f]) == "" {
+		why = "the module br_netfilter is not loaded"
+	}
+	what := fmt.Sprintf("the bridge %s does not show netfilter its %s packets: %s", bridge, f, why)
+	return &status.Finding{Check: PlainBridge, What: what,
+		Advice: "the answer of an endpoint at the client's own bridge may pass by this host, untranslated, so that the " +
+			"client drops it: modprobe br_netfilter, and sysctl -w " + bridgeCalls[f] + "=1"}
+}
+
+// adviceNATAhead says what to do about a chain that translates first.
+const adviceNATAhead = "the first chain that translates a connection decides: have its program leave the addresses " +
+	"and node ports of Services alone"
+
+// adviceForward says what to do about a chain that refuses what is forwarded.
+func adviceForward(chain string) string {
+	switch {
+	case strings.Contains(chain, "DOCKER"), strings.HasPrefix(chain, "ip filter FORWARD"),
+		strings.HasPrefix(chain, "ip6 filter FORWARD"):
+		return "Docker sets the policy of FORWARD to drop: accept the pods' range there (iptables -I DOCKER-USER -s " +
+			"RANGE -j ACCEPT, and -d RANGE), or start Docker with ip-forward-no-drop"
+	case strings.Contains(chain, "firewalld"):
+		return "have firewalld trust the pods: firewall-cmd --permanent --zone=trusted --add-source=RANGE, and --reload"
+	}
+	return "an accept of Verdict does not count there: have that chain accept the pods' range"
+}
