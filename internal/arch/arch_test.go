@@ -45,7 +45,7 @@ var narrow = map[string][]string{
 	"internal/system/netlink":    {},
 	"internal/system/packets":    {"internal/system/ipfamily", "internal/system/netlink"},
 	"internal/proxy/config":      {"internal/system", "sync/snapshot", "sync/dataplane"},
-	"internal/proxy/keeper":      {},
+	"internal/proxy/keeper":      {"internal/system/clock"},
 	"internal/proxy/takeover":    {"internal/system"},
 	"internal/answers/inspect":   {"internal/system", "internal/proxy", "sync"},
 	"internal/lab":               {"internal/lab", "internal/system", "sync/snapshot"},

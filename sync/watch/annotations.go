@@ -7,6 +7,7 @@ import (
 
 	corev1 "k8s.io/api/core/v1"
 
+	"github.com/verdict-proxy/verdict/internal/system/clip"
 	"github.com/verdict-proxy/verdict/internal/system/nearest"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
@@ -124,7 +125,7 @@ func (a *annotations) unknown(kind string) {
 		if like := nearest.Of(short, annotationNames[kind]); like != "" {
 			hint = "did you mean " + quote(like) + "?"
 		}
-		a.warn(fieldOf(clip(name, 2*maxQuoted)), "ignored, as %s has no annotation of this name: %s",
+		a.warn(fieldOf(clip.Visible(name, 2*clip.Quoted)), "ignored, as %s has no annotation of this name: %s",
 			map[string]string{"Service": "a Service", "EndpointSlice": "an EndpointSlice"}[kind], hint)
 	}
 }

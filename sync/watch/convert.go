@@ -13,6 +13,7 @@ import (
 	networkingv1 "k8s.io/api/networking/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
+	"github.com/verdict-proxy/verdict/internal/system/clip"
 	"github.com/verdict-proxy/verdict/internal/system/ipfamily"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
@@ -114,7 +115,7 @@ const maxUID = 64
 
 // readAge reads when an object was created. It keeps no part of the message that the object came in.
 func readAge(o metav1.Object) snapshot.Age {
-	a := snapshot.Age{UID: string([]byte(cut(string(o.GetUID()), maxUID)))}
+	a := snapshot.Age{UID: string([]byte(clip.Cut(string(o.GetUID()), maxUID)))}
 	if t := o.GetCreationTimestamp(); !t.IsZero() {
 		a.Created = t.Unix()
 	}
@@ -126,7 +127,7 @@ const maxVersion = 64
 
 // readVersion reads an object's resourceVersion. It keeps no part of the message that the object came in.
 func readVersion(o metav1.Object) snapshot.Version {
-	return snapshot.Version([]byte(cut(o.GetResourceVersion(), maxVersion)))
+	return snapshot.Version([]byte(clip.Cut(o.GetResourceVersion(), maxVersion)))
 }
 
 // isForThisProxy says whether a Service is to be served, and by this proxy.

@@ -12,6 +12,7 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/client-go/rest"
 
+	"github.com/verdict-proxy/verdict/internal/system/clip"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
@@ -152,10 +153,10 @@ func (e *Events) object(event Event, at time.Time) *eventsv1.Event {
 		TypeMeta:            metav1.TypeMeta{APIVersion: eventsv1.SchemeGroupVersion.String(), Kind: "Event"},
 		EventTime:           metav1.NewMicroTime(at),
 		ReportingController: reporter,
-		ReportingInstance:   cut("verdict-"+e.NodeName, 120),
+		ReportingInstance:   clip.Cut("verdict-"+e.NodeName, 120),
 		Reason:              event.Reason,
 		Action:              event.Action,
-		Note:                cut(event.Note, maxNote),
+		Note:                clip.Cut(event.Note, maxNote),
 		Type:                "Normal",
 	}
 	o.Namespace = metav1.NamespaceDefault

@@ -12,6 +12,7 @@ import (
 	"github.com/vishvananda/netns"
 	"golang.org/x/sys/unix"
 
+	"github.com/verdict-proxy/verdict/internal/system/clock"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
@@ -140,7 +141,7 @@ func (h *Host) watchAddrs(ctx context.Context, put func(hostFacts)) error {
 				return errSubscriptionLost
 			}
 			routes.stale = true
-			alarm.by(later(time.Now().Add(addrDebounce), routes.due))
+			alarm.by(clock.Later(time.Now().Add(addrDebounce), routes.due))
 		}
 	}
 }
@@ -161,14 +162,6 @@ func (a *alarm) by(at time.Time) {
 		a.due = at
 		a.Reset(time.Until(at))
 	}
-}
-
-// later returns the later of two times.
-func later(a, b time.Time) time.Time {
-	if a.Before(b) {
-		return b
-	}
-	return a
 }
 
 // list lists what may have changed.

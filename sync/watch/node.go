@@ -15,6 +15,8 @@ import (
 	"k8s.io/apimachinery/pkg/fields"
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/client-go/rest"
+
+	"github.com/verdict-proxy/verdict/internal/system/clip"
 )
 
 // ErrNoNode says that the Node object does not exist.
@@ -123,7 +125,7 @@ func (w *NodeWriter) setCondition(ctx context.Context, node *corev1.Node, want N
 	}
 	now := metav1.NewTime(time.Now())
 	c := corev1.NodeCondition{Type: corev1.NodeConditionType(want.Type), Status: corev1.ConditionStatus(want.Status),
-		Reason: want.Reason, Message: cut(want.Message, maxNote), LastHeartbeatTime: now, LastTransitionTime: now}
+		Reason: want.Reason, Message: clip.Cut(want.Message, maxNote), LastHeartbeatTime: now, LastTransitionTime: now}
 	for _, has := range node.Status.Conditions {
 		if has.Type != c.Type || has.Status != c.Status {
 			continue

@@ -6,16 +6,12 @@ import (
 	"slices"
 	"strconv"
 	"strings"
-	"unicode/utf8"
 
+	"github.com/verdict-proxy/verdict/internal/system/clip"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
 // Problem is one error in the input. It prints like
-//
-// \tservices.yaml:12: Service default/web: spec.ports[0].nodePort: 70000 is not a port (1-65535)
-//
-// and omits the parts that are unknown, which are zero.
 //
 //	services.yaml:12: Service default/web: spec.ports[0].nodePort: 70000 is not a port (1-65535)
 //
@@ -127,34 +123,11 @@ func joinProblems(problems []*Problem) error {
 	return errors.Join(errs...)
 }
 
-// maxQuoted is how much of an invalid value an error repeats, and maxReason how much of another package's error. A
-// manifest may hold values of any length.
-const (
-	maxQuoted = 64
-	maxReason = 200
-)
+// maxReason is how much of another package's error an error repeats.
+const maxReason = 200
 
 // short truncates s for a message and escapes control characters.
-func short(s string) string { return clip(s, maxQuoted) }
-
-func clip(s string, n int) string {
-	s = cut(s, n)
-	for _, r := range s {
-		if !strconv.IsPrint(r) || r == utf8.RuneError {
-			return strconv.Quote(s)
-		}
-	}
-	return s
-}
+func short(s string) string { return clip.Visible(s, clip.Quoted) }
 
 // quote is short, but always with quotation marks.
-func quote(s string) string {
-	return strconv.Quote(cut(s, maxQuoted))
-}
-
-func cut(s string, n int) string {
-	if len(s) <= n {
-		return s
-	}
-	return strings.ToValidUTF8(s[:n], "") + "..."
-}
+func quote(s string) string { return clip.Quote(s) }

@@ -7,6 +7,8 @@ import (
 	"strings"
 
 	"go.yaml.in/yaml/v3"
+
+	"github.com/verdict-proxy/verdict/internal/system/clip"
 )
 
 // tree is a parsed YAML or JSON value with line numbers. Aliases and merge keys are resolved.
@@ -127,7 +129,7 @@ func parseYAML(text string, search bool) (*tree, *syntaxError) {
 	if err == nil {
 		return buildYAML(n, len(text))
 	}
-	reason := clip(yamlPlace.ReplaceAllString(err.Error(), ""), maxReason)
+	reason := clip.Visible(yamlPlace.ReplaceAllString(err.Error(), ""), maxReason)
 	problem := &syntaxError{1, fmt.Errorf("not valid YAML: %s", reason)}
 	if !search || len(text) > maxErrorText {
 		return nil, problem

@@ -10,6 +10,7 @@ import (
 
 	"github.com/verdict-proxy/verdict/internal/proxy/everywhere"
 	"github.com/verdict-proxy/verdict/internal/proxy/status"
+	"github.com/verdict-proxy/verdict/internal/system/clock"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
@@ -130,7 +131,7 @@ func (b *barrier) run(ctx context.Context) {
 				b.mu.Lock()
 				wait := b.pace.take(time.Now(), 0, maxQuestions, maxQuestions)
 				b.mu.Unlock()
-				pause(ctx, wait)
+				clock.Pause(ctx, wait)
 				b.start(ctx)
 			}
 		})

@@ -20,6 +20,7 @@ import (
 
 	"github.com/verdict-proxy/verdict/internal/proxy/everywhere"
 	"github.com/verdict-proxy/verdict/internal/proxy/status"
+	"github.com/verdict-proxy/verdict/internal/system/clock"
 )
 
 // hub accepts the nodes' connections.
@@ -102,7 +103,7 @@ func (h *hub) serve(ctx context.Context, l net.Listener) error {
 			return err
 		case err != nil: // such as too many open files
 			h.log.Warn("failed to accept a connection", "err", err)
-			pause(ctx, 100*time.Millisecond)
+			clock.Pause(ctx, 100*time.Millisecond)
 			continue
 		}
 		host, _, _ := net.SplitHostPort(conn.RemoteAddr().String())

@@ -12,6 +12,7 @@ import (
 	coordinationv1 "k8s.io/api/coordination/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
+	"github.com/verdict-proxy/verdict/internal/system/clock"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
@@ -53,20 +54,13 @@ func (e *elector) run(ctx context.Context, lead func(context.Context)) {
 			e.log.Warn("failed to read or write the Lease; retrying", "lease", e.lease.String(), "err", err)
 		}
 		if l == nil {
-			pause(ctx, pollEvery/2+rand.N(pollEvery))
+			clock.Pause(ctx, pollEvery/2+rand.N(pollEvery))
 			continue
 		}
 		told = ""
 		e.log.Info("leading", "lease", e.lease.String())
 		e.hold(ctx, l, lead)
 		e.log.Info("not leading any more", "lease", e.lease.String())
-	}
-}
-
-func pause(ctx context.Context, d time.Duration) {
-	select {
-	case <-ctx.Done():
-	case <-time.After(d):
 	}
 }
 
@@ -139,7 +133,7 @@ func (e *elector) hold(ctx context.Context, l *coordinationv1.Lease, lead func(c
 		if time.Since(renewed) > renewEvery {
 			wait = retryEvery
 		}
-		pause(leading, wait)
+		clock.Pause(leading, wait)
 		if leading.Err() != nil {
 			break
 		}

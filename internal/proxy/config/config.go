@@ -7,6 +7,8 @@ import (
 	"strings"
 
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+
+	"github.com/verdict-proxy/verdict/internal/system/clip"
 )
 
 // Load reads the configuration file, applies the flags, and returns the settings and all problems in the order of the
@@ -135,7 +137,7 @@ func (r *loader) checkNodePortAddresses() {
 		switch text := checkPrefix(entry); {
 		case entry == primary, entry == localhost, entry == allAddresses:
 			if slices.Contains(list[:i], entry) {
-				r.addEntryError(name, i, quote(entry)+" is listed twice")
+				r.addEntryError(name, i, clip.Quote(entry)+" is listed twice")
 			}
 		case text == "", r.rejected[path{name}.index(i).String()]:
 		case strings.Contains(entry, "/"):
@@ -149,7 +151,7 @@ func (r *loader) checkNodePortAddresses() {
 // checkMode rejects a mode that a feature gate disables, and the fields that depend on the mode.
 func (r *loader) checkMode() {
 	if c := &r.doc.KubeProxy; c.Mode == modeIPVS && disabled(c.FeatureGates, gateIPVS) {
-		r.addError("mode", quote(modeIPVS)+" is disabled by the feature gate "+gateIPVS, verdictKind+".ipvs")
+		r.addError("mode", clip.Quote(modeIPVS)+" is disabled by the feature gate "+gateIPVS, verdictKind+".ipvs")
 	}
 }
 
@@ -168,7 +170,7 @@ func (r *loader) checkDetectLocal() {
 			case !ok:
 				r.addEntryError("clusterCIDR", i, checkPrefix(entry))
 			case seen[p.Addr().Is4()]:
-				r.addEntryError("clusterCIDR", i, quote(entry)+" is a second range of the same family")
+				r.addEntryError("clusterCIDR", i, clip.Quote(entry)+" is a second range of the same family")
 			}
 			seen[p.Addr().Is4()] = seen[p.Addr().Is4()] || ok
 		}
@@ -349,7 +351,8 @@ func (r *loader) reportIneffective() {
 	}
 	r.reportUnusedMark()
 	if slices.Contains(c.NodePortAddresses, localhost) && !*c.IPTables.LocalhostNodePorts {
-		r.report(Note, path{"nodePortAddresses"}, quote(localhost)+" has no effect: iptables.localhostNodePorts is false")
+		r.report(Note, path{"nodePortAddresses"},
+			clip.Quote(localhost)+" has no effect: iptables.localhostNodePorts is false")
 	}
 	if idle := ignoredGates(c.FeatureGates); len(idle) > 0 {
 		r.report(Note, path{"featureGates"}, "these have no effect: "+strings.Join(idle, ", "))
@@ -411,7 +414,7 @@ func modeName(mode string) string {
 func ignoredGates(gates map[string]bool) (idle []string) {
 	for name := range gates {
 		if name != gateExternalIPs && name != gateIPVS {
-			idle = append(idle, clip(name))
+			idle = append(idle, visible(name))
 		}
 	}
 	slices.Sort(idle)

@@ -14,6 +14,7 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	logsapi "k8s.io/component-base/logs/api/v1"
 
+	"github.com/verdict-proxy/verdict/internal/system/clip"
 	"github.com/verdict-proxy/verdict/internal/system/nearest"
 )
 
@@ -211,7 +212,7 @@ func describe(in any) string {
 	case nil:
 		return "null"
 	case string:
-		return quote(v)
+		return clip.Quote(v)
 	case []any:
 		return "a list"
 	case map[string]any:
@@ -219,5 +220,5 @@ func describe(in any) string {
 	case time.Duration:
 		return v.String()
 	}
-	return clip(fmt.Sprint(in))
+	return visible(fmt.Sprint(in))
 }

@@ -16,6 +16,8 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/kube-proxy/config/v1alpha1"
 	"sigs.k8s.io/yaml"
+
+	"github.com/verdict-proxy/verdict/internal/system/clip"
 )
 
 // Document holds a configuration as it is written.
@@ -202,14 +204,14 @@ func (r *loader) readDocument(p documentText) error {
 		return &Problem{Severity: Invalid, File: r.file, Line: p.first + 1, Text: fmt.Sprintf(
 			"kind is missing; expected apiVersion %s and kind %s", kubeProxyVersion, kubeProxyKind)}
 	default:
-		r.reportHere(Warning, path{"kind"}, clip(kind)+" is ignored: it is neither "+kubeProxyKind+" nor "+verdictKind)
+		r.reportHere(Warning, path{"kind"}, visible(kind)+" is ignored: it is neither "+kubeProxyKind+" nor "+verdictKind)
 	}
 	return nil
 }
 
 func (r *loader) wrongVersion(version, want string) error {
 	p := &Problem{Severity: Invalid, File: r.file, Line: r.at.line(path{"apiVersion"}), Field: "apiVersion",
-		Text: quote(version) + " is not supported, only " + want}
+		Text: clip.Quote(version) + " is not supported, only " + want}
 	if version == "" {
 		p.Text = "it is missing; expected " + want
 	}
@@ -284,7 +286,7 @@ func splitYAMLError(err error) (line int, reason string) {
 	if line, err = strconv.Atoi(m[1]); err != nil {
 		line = 1
 	}
-	return line, clip(strings.TrimSpace(text[len(m[0]):]))
+	return line, visible(strings.TrimSpace(text[len(m[0]):]))
 }
 
 // parseTree parses a document again to find the lines of its fields; nil if that parser fails.

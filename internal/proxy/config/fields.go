@@ -13,6 +13,7 @@ import (
 	logsapi "k8s.io/component-base/logs/api/v1"
 	"k8s.io/kube-proxy/config/v1alpha1"
 
+	"github.com/verdict-proxy/verdict/internal/system/clip"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
@@ -386,7 +387,7 @@ func oneOf(words ...string) func(any) string {
 			return ""
 		}
 		known := slices.DeleteFunc(slices.Clone(words), func(w string) bool { return w == "" })
-		return quote(word) + " is not one of " + strings.Join(known, ", ")
+		return clip.Quote(word) + " is not one of " + strings.Join(known, ", ")
 	}
 }
 
@@ -407,7 +408,7 @@ func checkContentTypes(v any) string {
 			return ""
 		}
 	}
-	return quote(v.(string)) + " has neither " + contentProtobuf + " nor " + contentJSON
+	return clip.Quote(v.(string)) + " has neither " + contentProtobuf + " nor " + contentJSON
 }
 
 // asInt64 converts a number of any type that fields have.
@@ -499,26 +500,26 @@ func checkTaintKey(v any) string {
 	if key == "" || len(validation.IsQualifiedName(key)) == 0 {
 		return ""
 	}
-	return quote(key) + " is not the key of a taint such as example.com/not-programmed"
+	return clip.Quote(key) + " is not the key of a taint such as example.com/not-programmed"
 }
 
 func checkAddr(v any) string {
 	if _, ok := parseAddr(v.(string)); !ok {
-		return quote(v.(string)) + " is not an IP address"
+		return clip.Quote(v.(string)) + " is not an IP address"
 	}
 	return ""
 }
 
 func checkAddrPort(v any) string {
 	if _, ok := parseAddrPort(v.(string)); !ok && v != off {
-		return quote(v.(string)) + " is not an IP address with or without a port, such as 127.0.0.1:10249 or ::1"
+		return clip.Quote(v.(string)) + " is not an IP address with or without a port, such as 127.0.0.1:10249 or ::1"
 	}
 	return ""
 }
 
 func checkPrefix(v any) string {
 	if _, ok := parsePrefix(v.(string)); !ok {
-		return quote(v.(string)) + " is not an address range such as 10.244.0.0/16"
+		return clip.Quote(v.(string)) + " is not an address range such as 10.244.0.0/16"
 	}
 	return ""
 }
@@ -526,7 +527,7 @@ func checkPrefix(v any) string {
 // checkNarrowPrefix rejects ranges that hold every address.
 func checkNarrowPrefix(v any) string {
 	if r, ok := parsePrefix(v.(string)); ok && r.Bits() == 0 {
-		return quote(v.(string)) + " contains every address, including those of nodes and gateways"
+		return clip.Quote(v.(string)) + " contains every address, including those of nodes and gateways"
 	}
 	return checkPrefix(v)
 }
@@ -535,7 +536,7 @@ var version = regexp.MustCompile(`^[0-9]+\.[0-9]+$`)
 
 func checkVersion(v any) string {
 	if s := v.(string); s != "" && !version.MatchString(s) {
-		return quote(s) + " is not a version such as 1.35"
+		return clip.Quote(s) + " is not a version such as 1.35"
 	}
 	return ""
 }
@@ -543,7 +544,7 @@ func checkVersion(v any) string {
 // checkInterfaceName rejects names that the kernel rejects, and those with * or quotes, which nft would interpret.
 func checkInterfaceName(s string) string {
 	if len(s) > 15 || strings.ContainsAny(s, "/ \t\n\"\\*") {
-		return quote(s) + " is not an interface name (at most 15 bytes, without spaces, slashes, quotes or stars)"
+		return clip.Quote(s) + " is not an interface name (at most 15 bytes, without spaces, slashes, quotes or stars)"
 	}
 	return ""
 }
@@ -551,7 +552,7 @@ func checkInterfaceName(s string) string {
 // checkDirectory accepts an absolute path, or nothing: the proxy may be started anywhere.
 func checkDirectory(v any) string {
 	if path := v.(string); path != "" && !strings.HasPrefix(path, "/") {
-		return quote(path) + " is not an absolute path"
+		return clip.Quote(path) + " is not an absolute path"
 	}
 	return ""
 }
@@ -561,7 +562,7 @@ func checkLease(v any) string {
 	text := v.(string)
 	namespace, name, ok := strings.Cut(text, "/")
 	if text != "" && (!ok || namespace == "" || name == "" || strings.Contains(name, "/") || len(text) > 2*253+1) {
-		return quote(text) + " is not NAMESPACE/NAME, such as kube-system/verdict-collector"
+		return clip.Quote(text) + " is not NAMESPACE/NAME, such as kube-system/verdict-collector"
 	}
 	return ""
 }
@@ -573,7 +574,7 @@ func checkScheduler(v any) string {
 		return ""
 	}
 	if !slices.Contains(snapshot.Schedulers, name) {
-		return quote(name) + " is not one of " + strings.Join(snapshot.Schedulers, ", ")
+		return clip.Quote(name) + " is not one of " + strings.Join(snapshot.Schedulers, ", ")
 	}
 	return ""
 }

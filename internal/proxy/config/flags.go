@@ -12,6 +12,8 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	logsapi "k8s.io/component-base/logs/api/v1"
 	"k8s.io/kube-proxy/config/v1alpha1"
+
+	"github.com/verdict-proxy/verdict/internal/system/clip"
 )
 
 // Flags are kube-proxy's flags, under their names, and Verdict's own. A flag that is given overrides the file. The zero
@@ -338,7 +340,7 @@ var clientFlags = []option{
 		set: func(d *Document, s string, _ bool) error {
 			n, err := strconv.ParseFloat(s, 32)
 			d.KubeProxy.ClientConnection.QPS = float32(n)
-			return withText(err, quote(s)+" is not a number")
+			return withText(err, clip.Quote(s)+" is not a number")
 		},
 	},
 	period("config-sync-period", "has no effect: Verdict needs no resync",
@@ -350,7 +352,7 @@ var logFlags = []option{
 		fields: []string{"logging.verbosity"}, set: func(d *Document, s string, _ bool) error {
 			n, err := strconv.ParseUint(s, 10, 31)
 			d.KubeProxy.Logging.Verbosity = logsapi.VerbosityLevel(n)
-			return withText(err, quote(s)+" is not a whole number")
+			return withText(err, clip.Quote(s)+" is not a whole number")
 		}},
 	text("logging-format",
 		"text or json (default text)", ofRun,
@@ -484,7 +486,7 @@ func boolean(name, usage string, about scope, set func(*Document, bool), fields 
 		set: func(d *Document, s string, _ bool) error {
 			on, err := strconv.ParseBool(s)
 			set(d, on)
-			return withText(err, quote(s)+" is neither true nor false")
+			return withText(err, clip.Quote(s)+" is neither true nor false")
 		}}
 }
 
@@ -493,7 +495,7 @@ func number(name, usage string, about scope, set func(*Document, int32), fields 
 		set: func(d *Document, s string, _ bool) error {
 			n, err := strconv.ParseInt(s, 0, 32)
 			set(d, int32(n))
-			return withText(err, quote(s)+" is not a whole number")
+			return withText(err, clip.Quote(s)+" is not a whole number")
 		}}
 }
 
@@ -502,7 +504,7 @@ func period(name, usage string, set func(*Document, metav1.Duration), fields ...
 		set: func(d *Document, s string, _ bool) error {
 			t, err := time.ParseDuration(s)
 			set(d, metav1.Duration{Duration: t})
-			return withText(err, quote(s)+" is "+exampleDurations)
+			return withText(err, clip.Quote(s)+" is "+exampleDurations)
 		}}
 }
 
@@ -532,7 +534,7 @@ func portOnly(name, better string, at func(*Document) *string, host, field strin
 			n, err := strconv.ParseUint(s, 10, 16)
 			switch _, hasPort := parseAddrPort(*at(d)); {
 			case err != nil:
-				return fmt.Errorf("%s is not a port", quote(s))
+				return fmt.Errorf("%s is not a port", clip.Quote(s))
 			case n == 0:
 				*at(d) = off
 			case *at(d) == "":
@@ -564,7 +566,7 @@ func setGates(d *Document, s string, _ bool) error {
 		name, value, _ := strings.Cut(pair, "=")
 		on, err := strconv.ParseBool(strings.TrimSpace(value))
 		if err != nil && strings.TrimSpace(pair) != "" {
-			return fmt.Errorf("%s is neither NAME=true nor NAME=false", quote(pair))
+			return fmt.Errorf("%s is neither NAME=true nor NAME=false", clip.Quote(pair))
 		}
 		if name = strings.TrimSpace(name); name != "" {
 			gates[name] = on

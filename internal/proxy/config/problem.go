@@ -3,7 +3,8 @@ package config
 import (
 	"strconv"
 	"strings"
-	"unicode/utf8"
+
+	"github.com/verdict-proxy/verdict/internal/system/clip"
 )
 
 // Problem is one message about a configuration. It prints like
@@ -70,29 +71,8 @@ func (p path) String() string {
 		}
 		b.WriteString(step)
 	}
-	return clip(b.String())
+	return visible(b.String())
 }
 
-// maxQuoted bounds how many bytes of a user's text a Problem repeats.
-const maxQuoted = 64
-
-// clip shortens a text for a Problem, and makes control characters visible.
-func clip(s string) string {
-	s = cut(s)
-	for _, r := range s {
-		if !strconv.IsPrint(r) || r == utf8.RuneError {
-			return strconv.Quote(s)
-		}
-	}
-	return s
-}
-
-// quote is like clip, but always adds quotation marks.
-func quote(s string) string { return strconv.Quote(cut(s)) }
-
-func cut(s string) string {
-	if len(s) <= maxQuoted {
-		return s
-	}
-	return strings.ToValidUTF8(s[:maxQuoted], "") + "..."
-}
+// visible shortens a text for a Problem, and makes control characters visible.
+func visible(s string) string { return clip.Visible(s, clip.Quoted) }

@@ -6,6 +6,7 @@ import (
 	"math"
 	"time"
 
+	"github.com/verdict-proxy/verdict/internal/system/clock"
 	"github.com/verdict-proxy/verdict/internal/system/ipfamily"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 	"github.com/verdict-proxy/verdict/sync/reconcile"
@@ -206,7 +207,7 @@ func (c *Cleaner) next(rested, _ time.Time) (due time.Time, any bool) {
 			due, any = t.due, true
 		}
 	}
-	return later(due, rested), any
+	return clock.Later(due, rested), any
 }
 
 // takeDue starts a sweep of everything that is due.

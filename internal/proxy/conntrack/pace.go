@@ -4,6 +4,8 @@ import (
 	"context"
 	"sync"
 	"time"
+
+	"github.com/verdict-proxy/verdict/internal/system/clock"
 )
 
 // Work is done for workAtOnce, then there is a pause as long. When all of it is done, there is a pause restFactor times
@@ -87,19 +89,9 @@ func (p *pace) throttle(ctx context.Context) {
 		return
 	}
 	start := time.Now()
-	pause(ctx, worked)
+	clock.Pause(ctx, worked)
 	p.workingSince = time.Now()
 	p.paused += p.workingSince.Sub(start)
-}
-
-// pause waits until the time has passed or the context ends.
-func pause(ctx context.Context, d time.Duration) {
-	t := time.NewTimer(d)
-	defer t.Stop()
-	select {
-	case <-ctx.Done():
-	case <-t.C:
-	}
 }
 
 // repeat calls work whenever it is due, until the context ends. next says when that is, if at all: not before rested,
@@ -138,12 +130,4 @@ func repeat(ctx context.Context, wake <-chan struct{}, next func(rested, early t
 		rested = now.Add(max(leastRest, min(restFactor*worked, mostRest)))
 		early = now.Add(max(leastRest, min(worked, mostRest)))
 	}
-}
-
-// later returns the later of two times.
-func later(a, b time.Time) time.Time {
-	if a.Before(b) {
-		return b
-	}
-	return a
 }

@@ -7,6 +7,7 @@ import (
 	"sync"
 	"time"
 
+	"github.com/verdict-proxy/verdict/internal/system/clock"
 	"github.com/verdict-proxy/verdict/internal/system/ipfamily"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 	"github.com/verdict-proxy/verdict/sync/reconcile"
@@ -351,14 +352,14 @@ func (r *Releaser) next(rested, early time.Time) (due time.Time, any bool) {
 	if !r.inSync {
 		return due, false
 	}
-	due, any = later(r.discover, rested), !r.discover.IsZero()
+	due, any = clock.Later(r.discover, rested), !r.discover.IsZero()
 	for _, g := range r.gone {
-		at := later(g.due, rested)
+		at := clock.Later(g.due, rested)
 		switch {
 		case g.urgent:
-			at = later(g.due, early)
+			at = clock.Later(g.due, early)
 		case g.empty > 0:
-			at = later(g.due.Add(forCompany), rested)
+			at = clock.Later(g.due.Add(forCompany), rested)
 		}
 		if !any || at.Before(due) {
 			due, any = at, true

@@ -13,6 +13,8 @@ import (
 	"time"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/verdict-proxy/verdict/internal/system/clock"
 )
 
 // holder is the lease while this process holds it, or runs without it. One goroutine per claimant reads its request;
@@ -86,7 +88,7 @@ func (h *holder) listen(l *net.UnixListener) {
 			h.lease.Log.Error("failed to open a netlink socket: no proxy can take over for now; retrying", "err", err)
 		}
 		for err != nil && h.ctx.Err() == nil {
-			pause(h.ctx, authenticatorRetry)
+			clock.Pause(h.ctx, authenticatorRetry)
 			a, err = newAuthenticator()
 		}
 		if err == nil {
@@ -122,7 +124,7 @@ func (h *holder) accept(a *authenticator, reserve *descriptorReserve) {
 				return
 			}
 			if !reserve.release() {
-				pause(h.ctx, 100*time.Millisecond)
+				clock.Pause(h.ctx, 100*time.Millisecond)
 			}
 			continue
 		}
@@ -139,7 +141,7 @@ func (h *holder) accept(a *authenticator, reserve *descriptorReserve) {
 				"connections", n, "last", peer, "uid", peer.UID)
 		}
 		conn.Close()
-		pause(h.ctx, throttle.delay(time.Now()))
+		clock.Pause(h.ctx, throttle.delay(time.Now()))
 	}
 }
 
@@ -385,7 +387,7 @@ func (h *holder) pollName() {
 			}
 			return
 		}
-		pause(h.ctx, pollInterval)
+		clock.Pause(h.ctx, pollInterval)
 	}
 }
 

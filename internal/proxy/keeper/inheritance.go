@@ -12,6 +12,8 @@ import (
 	"time"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/verdict-proxy/verdict/internal/system/clock"
 )
 
 // Mode says which process keeps the socket. It is the value of a flag.
@@ -268,7 +270,7 @@ func (h *Inheritance) Beat(ctx context.Context) {
 		if watched {
 			_ = Notify("WATCHDOG=1")
 		}
-		pause(ctx, every)
+		clock.Pause(ctx, every)
 	}
 }
 

@@ -15,6 +15,8 @@ import (
 	"time"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/verdict-proxy/verdict/internal/system/clock"
 )
 
 var (
@@ -164,7 +166,7 @@ func Holder(name string) (Peer, error) {
 		case time.Now().After(deadline) || peer.lacksNetAdmin():
 			return Peer{}, &nameTakenError{name, peer, err}
 		}
-		pause(context.Background(), retryDelay)
+		clock.Pause(context.Background(), retryDelay)
 	}
 }
 
@@ -300,7 +302,7 @@ func (s *Lease) acquire(ctx context.Context, request string) (*holder, error) {
 		case peer.lacksNetAdmin() || time.Now().After(deadline):
 			return nil, &nameTakenError{s.Name, peer, err}
 		}
-		pause(ctx, delay)
+		clock.Pause(ctx, delay)
 		delay = min(2*delay, maxRetryDelay)
 	}
 	return nil, ctx.Err()
@@ -468,14 +470,4 @@ func peerOf(conn *net.UnixConn) (peer Peer, err error) {
 		return Peer{}, fmt.Errorf("keeper: read the peer's credentials: %w", err)
 	}
 	return peer, nil
-}
-
-func pause(ctx context.Context, d time.Duration) {
-	if d <= 0 {
-		return
-	}
-	select {
-	case <-ctx.Done():
-	case <-time.After(d):
-	}
 }

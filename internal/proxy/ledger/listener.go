@@ -3,9 +3,9 @@ package ledger
 import (
 	"cmp"
 	"slices"
-	"strings"
 	"time"
 
+	"github.com/verdict-proxy/verdict/internal/system/clip"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 	"github.com/verdict-proxy/verdict/sync/reconcile"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
@@ -52,7 +52,7 @@ func (w *Writer) committed(c reconcile.Commit) {
 }
 
 func (w *Writer) transactionFailed(f reconcile.Failure) {
-	e := entry{Record: Record{At: time.Now(), Kind: Failed, Error: cut(f.Err.Error())}}
+	e := entry{Record: Record{At: time.Now(), Kind: Failed, Error: clip.Cut(f.Err.Error(), maxText)}}
 	e.explain(f.Cause)
 	e.Took.Kernel = f.Took.Microseconds()
 	w.put(e)
@@ -62,7 +62,7 @@ func (w *Writer) checked(c reconcile.Check) {
 	if len(c.Found) > 0 {
 		e := entry{Record: Record{At: time.Now(), Kind: Found}}
 		for _, text := range c.Found[:min(len(c.Found), maxFindings)] {
-			e.Findings = append(e.Findings, cut(text))
+			e.Findings = append(e.Findings, clip.Cut(text, maxText))
 		}
 		w.put(e)
 		return
@@ -148,12 +148,4 @@ func (r *Record) nameServices(c *reconcile.Commit) {
 		}
 		r.Services = append(r.Services, s.Name.String())
 	}
-}
-
-// cut bounds a text.
-func cut(text string) string {
-	if len(text) > maxText {
-		text = strings.ToValidUTF8(text[:maxText], "") + "…"
-	}
-	return text
 }

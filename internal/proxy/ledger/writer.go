@@ -8,6 +8,8 @@ import (
 	"log/slog"
 	"sync/atomic"
 	"time"
+
+	"github.com/verdict-proxy/verdict/internal/system/clip"
 )
 
 // Bounds of what waits to be written. What does not fit is dropped and counted: nobody waits for the disk.
@@ -448,7 +450,7 @@ func (w *Writer) rotate(r *Record) error {
 // failed counts a failure of the disk, and reports the first of a series.
 func (w *Writer) failed(err error) {
 	w.stats.errors.Add(1)
-	text := cut(err.Error())
+	text := clip.Cut(err.Error(), maxText)
 	w.stats.err.Store(&text)
 	if !w.failing {
 		w.o.Log.Error("failed to write the ledger; records will be missing", "err", err)

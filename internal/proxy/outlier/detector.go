@@ -15,6 +15,7 @@ import (
 	"time"
 
 	"github.com/verdict-proxy/verdict/internal/proxy/conntrack"
+	"github.com/verdict-proxy/verdict/internal/system/clock"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 	"github.com/verdict-proxy/verdict/sync/reconcile"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
@@ -408,7 +409,7 @@ func (d *Detector) nextTime() time.Time {
 		at = d.readAt
 	}
 	if next, any := d.machine.next(); any && next.Before(at) {
-		at = later(next, time.Now().Add(pace))
+		at = clock.Later(next, time.Now().Add(pace))
 	}
 	return at
 }
@@ -427,14 +428,5 @@ func (d *Detector) recordProbe(p probed) {
 		d.changed(now, t)
 	case t != nil && t.state == unhealthy:
 		d.repeat(t)
-	}
-}
-
-func pause(ctx context.Context, wait time.Duration) {
-	timer := time.NewTimer(wait)
-	defer timer.Stop()
-	select {
-	case <-ctx.Done():
-	case <-timer.C:
 	}
 }

@@ -15,6 +15,7 @@ import (
 	"time"
 
 	"github.com/verdict-proxy/verdict/internal/proxy/conntrack"
+	"github.com/verdict-proxy/verdict/internal/system/clock"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 	"github.com/verdict-proxy/verdict/sync/reconcile"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
@@ -104,7 +105,7 @@ func (w *world) Probe(ctx context.Context, e netip.AddrPort) Outcome {
 	w.probes[e]++
 	w.mu.Unlock()
 	if o == Silent {
-		pause(ctx, 500*time.Millisecond)
+		clock.Pause(ctx, 500*time.Millisecond)
 	}
 	return o
 }

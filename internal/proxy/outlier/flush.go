@@ -8,6 +8,7 @@ import (
 	"time"
 
 	"github.com/verdict-proxy/verdict/internal/proxy/conntrack"
+	"github.com/verdict-proxy/verdict/internal/system/clock"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 )
 
@@ -61,7 +62,7 @@ func (d *Detector) scheduleFlush(now time.Time, t *track) {
 		return
 	}
 	t.flush.wanted = false
-	t.flush.due = later(now, t.flush.last.Add(t.flushPause()))
+	t.flush.due = clock.Later(now, t.flush.last.Add(t.flushPause()))
 }
 
 // job is one endpoint of a Service: at which ports' frontends flows are deleted, and of which.

@@ -5,6 +5,7 @@ import (
 	"net/netip"
 	"time"
 
+	"github.com/verdict-proxy/verdict/internal/system/clock"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 )
 
@@ -73,7 +74,7 @@ func (h *history) observe(now time.Time, answers []dataplane.Answer) {
 			s.answered, s.longest = s.answered+1, max(s.longest, p.pause)
 			p.pause, p.frozen = 0, false
 		}
-		p.last = later(p.last, last)
+		p.last = clock.Later(p.last, last)
 		if !p.frozen {
 			p.pause = max(p.pause, now.Sub(p.last))
 		}

@@ -6,6 +6,7 @@ import (
 	"slices"
 	"time"
 
+	"github.com/verdict-proxy/verdict/internal/system/clock"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
@@ -170,7 +171,7 @@ func (m *machine) suspect(now time.Time, k trackKey, cause snapshot.Cause, ports
 	switch t.state {
 	case cleared:
 		t.state, t.since, t.probes, t.cause = suspected, now, 0, cause
-		t.due = later(now, t.quietUntil)
+		t.due = clock.Later(now, t.quietUntil)
 		if t.outcome == Rejected || t.outcome == Silent { // it need not be probed again for a client to choose again
 			t.state, t.flush.wanted = doubted, true
 		}
@@ -240,7 +241,7 @@ func (m *machine) lastAnswer(t *track) (last time.Time, enough time.Duration, kn
 	case p == nil:
 		return last, 0, false
 	}
-	return later(p.last, t.returned), p.enough(), true
+	return clock.Later(p.last, t.returned), p.enough(), true
 }
 
 // silent says whether an endpoint for which clients wait, or which refuses them, answers nobody, and how long it had to
@@ -422,10 +423,3 @@ func (m *machine) start(now time.Time) (probe []*track) {
 
 // namespace is whose turn a probe takes.
 func (t *track) namespace() string { return t.service.Namespace }
-
-func later(a, b time.Time) time.Time {
-	if a.After(b) {
-		return a
-	}
-	return b
-}

@@ -4,6 +4,8 @@ import (
 	"context"
 	"net/netip"
 	"time"
+
+	"github.com/verdict-proxy/verdict/internal/system/clock"
 )
 
 // A probe is a series of attempts to connect, each of which may get lost. It must end early enough that a client whose
@@ -67,7 +69,7 @@ func (p *TCP) Probe(ctx context.Context, endpoint netip.AddrPort) Outcome {
 			seen[Silent] += len(open)
 			return outcomeOf(seen)
 		}
-		if pause(ctx, tick); ctx.Err() != nil {
+		if clock.Pause(ctx, tick); ctx.Err() != nil {
 			return Failed
 		}
 	}

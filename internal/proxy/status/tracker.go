@@ -12,6 +12,7 @@ import (
 	"sync"
 	"time"
 
+	"github.com/verdict-proxy/verdict/internal/system/clip"
 	"github.com/verdict-proxy/verdict/sync/reconcile"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
@@ -147,7 +148,7 @@ func (t *Tracker) failed(f reconcile.Failure) {
 	if t.failing != nil {
 		since = t.failing.Since
 	}
-	t.failing = &Failing{since, cut(f.Err.Error())}
+	t.failing = &Failing{since, clip.Cut(f.Err.Error(), maxText)}
 }
 
 func (t *Tracker) checked(c reconcile.Check) {
@@ -156,7 +157,7 @@ func (t *Tracker) checked(c reconcile.Check) {
 	now := time.Now()
 	t.drift.Checked, t.drift.Error = &now, ""
 	if c.Err != nil {
-		t.drift.Error = cut(c.Err.Error())
+		t.drift.Error = clip.Cut(c.Err.Error(), maxText)
 	}
 	if len(c.Found) == 0 {
 		return
@@ -164,7 +165,7 @@ func (t *Tracker) checked(c reconcile.Check) {
 	t.drift.Found += len(c.Found)
 	t.drift.FoundAt, t.drift.Last = &now, nil
 	for _, text := range c.Found[:min(len(c.Found), maxFindings)] {
-		t.drift.Last = append(t.drift.Last, cut(text))
+		t.drift.Last = append(t.drift.Last, clip.Cut(text, maxText))
 	}
 }
 
@@ -210,14 +211,6 @@ func (t *Tracker) Facts() Facts {
 	return f
 }
 
-// cut bounds a text.
-func cut(text string) string {
-	if len(text) > maxText {
-		text = strings.ToValidUTF8(text[:maxText], "") + "…"
-	}
-	return text
-}
-
 // Status returns the node's status, without digests of single Services.
 func (t *Tracker) Status() Status {
 	t.asking.Lock()
@@ -238,7 +231,7 @@ func (t *Tracker) status() Status {
 	s.Quarantined.Count = len(rejected)
 	for _, q := range rejected[:min(len(rejected), maxNamed)] {
 		s.Quarantined.Services = append(s.Quarantined.Services,
-			QuarantinedService{q.Name.String(), q.Since, cut(q.Err.Error())})
+			QuarantinedService{q.Name.String(), q.Since, clip.Cut(q.Err.Error(), maxText)})
 	}
 	if t.o.Ejected != nil {
 		ejected := t.o.Ejected()
@@ -250,7 +243,7 @@ func (t *Tracker) status() Status {
 	}
 	if t.o.Unread != nil {
 		for _, u := range t.o.Unread() {
-			if u.Error = cut(u.Error); len(s.Unread) < maxNamed {
+			if u.Error = clip.Cut(u.Error, maxText); len(s.Unread) < maxNamed {
 				s.Unread = append(s.Unread, u)
 			}
 		}
