@@ -131,10 +131,9 @@ func (d *Detector) committed(c reconcile.Commit) {
 	}
 }
 
-// Evidence is read every readEvery, or less often if it takes long: about a fiftieth of the time. Nothing is read
-// while no Service asks for it. On a busy machine a reading seems to take long; even so it is not put off for more than
-// mostReadPause. Answers are read as often, or less often if there are many: they take up to a two-hundredth of the
-// time while nobody is under suspicion.
+// Evidence is read every readEvery, or less often if that is much work: about a fiftieth of a processor's time, but not
+// less often than every mostReadPause. Nothing is read while no Service asks for it. Answers are read as often, or less
+// often if there are many: they take up to a two-hundredth of the time while nobody is under suspicion.
 const (
 	readEvery        = 250 * time.Millisecond
 	readShare        = 50
@@ -143,6 +142,11 @@ const (
 	mostAnswersPause = 5 * time.Second
 	idle             = time.Hour
 )
+
+// restAfter returns how long to rest after some work, before evidence is read again.
+func restAfter(took time.Duration) time.Duration {
+	return min(max(readEvery, readShare*took), mostReadPause)
+}
 
 // Run works until ctx is done, and then returns nil.
 func (d *Detector) Run(ctx context.Context) error {
@@ -221,12 +225,14 @@ func (d *Detector) reads() bool {
 // read reads the evidence and the answers, and suspects endpoints of which there is more evidence than before.
 func (d *Detector) read() {
 	start := time.Now()
-	list, err := d.o.Evidence.Read()
+	var err error
 	var grown map[seen]snapshot.Cause
-	if err == nil {
-		grown = d.grown(list)
-	}
-	took := time.Since(start)
+	took := work(func() {
+		var list []dataplane.Evidence
+		if list, err = d.o.Evidence.Read(); err == nil {
+			grown = d.grown(list)
+		}
+	})
 	answers, answersErr := d.readAnswers(start, len(grown) > 0)
 	d.mu.Lock()
 	if err = errors.Join(err, answersErr); err != nil {
@@ -241,7 +247,7 @@ func (d *Detector) read() {
 		d.o.Log.Warn("endpoints that do not answer are not found for now", "err", err)
 	}
 	d.readFailed = err != nil
-	d.readAt = time.Now().Add(min(max(readEvery, readShare*took), mostReadPause))
+	d.readAt = time.Now().Add(restAfter(took))
 }
 
 // readAnswers reads the answers if that is due: soon, if an endpoint is under suspicion. nil means that it is not due.
@@ -252,7 +258,9 @@ func (d *Detector) readAnswers(now time.Time, suspicion bool) ([]dataplane.Answe
 	if now.Before(d.answersAt) && !suspicion {
 		return nil, nil
 	}
-	answers, err := d.o.Evidence.Answers()
+	var answers []dataplane.Answer
+	var err error
+	took := work(func() { answers, err = d.o.Evidence.Answers() })
 	if err != nil {
 		return nil, err
 	}
@@ -260,7 +268,6 @@ func (d *Detector) readAnswers(now time.Time, suspicion bool) ([]dataplane.Answe
 	if suspicion {
 		share = readShare
 	}
-	took := time.Since(now)
 	d.answersAt = time.Now().Add(min(max(readEvery, time.Duration(share)*took), mostAnswersPause))
 	return append([]dataplane.Answer{}, answers...), nil
 }

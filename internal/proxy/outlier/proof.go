@@ -37,12 +37,14 @@ func (d *Detector) prove() {
 	if len(candidates) == 0 || now.Before(d.proveAt) {
 		return
 	}
-	forsaken, err := d.o.Evidence.Forsaken()
-	var accepted []dataplane.Pair
-	if err == nil && len(forsaken) > 0 {
-		accepted, err = d.o.Evidence.Accepted()
-	}
-	d.proveAt = time.Now().Add(readShare * time.Since(now))
+	var forsaken, accepted []dataplane.Pair
+	var err error
+	took := work(func() {
+		if forsaken, err = d.o.Evidence.Forsaken(); err == nil && len(forsaken) > 0 {
+			accepted, err = d.o.Evidence.Accepted()
+		}
+	})
+	d.proveAt = time.Now().Add(min(readShare*took, mostReadPause))
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	if err != nil {
