@@ -199,7 +199,7 @@ cluster: tools ## test deploy/ at a real API server, and rules and takeovers aga
 # Three nodes with kubelet, containerd and runc in namespaces of this machine. Root only.
 REAL_CLUSTER = CGO_ENABLED=0 $(GO) build -C conformance -trimpath -o $(abspath $(BIN))/cluster ./cmd/cluster && $(BIN)/cluster
 
-cluster-up: tools ## start a real cluster of three nodes with Verdict on this machine: docs/TESTING.md
+cluster-up: tools ## start a real cluster of three nodes with Verdict on this machine: docs/dev/TESTING.md
 	@internal/lab/guest/install containerd runc containernetworking-plugins buildah
 	$(REAL_CLUSTER) up
 

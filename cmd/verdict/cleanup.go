@@ -29,17 +29,16 @@ func newCleanup() *cobra.Command {
 iptables, of either variant. Two kinds of chains stay: those that rules of others jump to, and
 KUBE-FIREWALL, which the kubelet uses, too.
 
-Established connections continue if kube-proxy, or anything else with a rule that translates
-addresses of the same family, is at work on the node: their translation lives in connection
-tracking. Without any such rule they end, since the kernel then translates no packet any more. So
-start kube-proxy first.
+Start kube-proxy first. Established connections continue as long as kube-proxy, or any other program,
+has a rule that translates addresses of the same family: their translation is in connection
+tracking. Without any such rule, the kernel stops translating packets, and the connections end.
 
 Where IPVS schedules Services, cleanup also removes Verdict's virtual services, routes and guards,
 and restores the sysctls; connections over IPVS end. The sysctl net.ipv4.conf.all.route_localnet
-stays, since others may rely on it. If there is nothing to remove, cleanup says so and succeeds.
+stays, since others may rely on it. If there is nothing to remove, cleanup reports that and succeeds.
 
-While "verdict run" works in the same network namespace, cleanup refuses, unless --stop tells it to
-stop that first.`,
+Cleanup refuses while "verdict run" runs in the same network namespace. With --stop it stops that
+process first.`,
 		Args: noArgs(""),
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			if err := checkHolder(cmd.ErrOrStderr(), stop); err != nil {

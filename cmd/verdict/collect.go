@@ -31,13 +31,14 @@ func newCollect() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "collect",
 		Short: "Run the collector that answers /everywhere requests",
-		Long: `Collect answers "have all nodes got it?" for the proxies of a cluster, each of which is connected to
-it (setting everywhere). It asks them when somebody asks GET /everywhere on a node, for example in a
-preStop hook; nothing is sent or watched at rest. It needs no privileges on its host.
+		Long: `Collect collects the sync status of all nodes for GET /everywhere, which a client asks on a node, for
+example in a preStop hook. Every proxy of the cluster is connected to the collector (setting
+everywhere). The collector asks them only while a request waits; it sends and watches nothing in
+between. It needs no privileges on its host.
 
-Of several processes one leads, by a Lease, in which nodes find its address and the fingerprint of
-its certificate. Nodes show the token of their ServiceAccount, which the API server reviews.
-docs/CLUSTER.md says what it answers, and which rights it needs.`,
+Several processes elect a leader by a Lease, in which nodes find its address and the fingerprint of
+its certificate. Nodes present the token of their ServiceAccount, which the API server reviews.
+docs/CLUSTER.md describes the answers, and the rights that collect needs.`,
 		Example: "  verdict collect --advertise-address $(POD_IP) --identity $(POD_NAME)",
 		Args:    noArgs(""),
 		RunE:    func(cmd *cobra.Command, _ []string) error { return o.run(cmd.Context()) },

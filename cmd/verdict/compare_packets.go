@@ -37,15 +37,15 @@ func newComparePackets() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "compare",
 		Short: "Check that proxies do the same with every packet",
-		Long: `Compare walks every class of packets through what the kernel of this node lists: of kube-proxy, in
-its modes nftables and iptables, and of Verdict. With --from PATH, --kubeconfig FILE or --in-cluster
-it also compares with what these objects ask for. If Verdict has not programmed this node, its rules
-for the objects are written into a network namespace of their own, which vanishes afterwards.
+		Long: `Compare walks every class of packets through the rules in this node's kernel, those of kube-proxy
+(modes nftables and iptables) and those of Verdict, and reports each difference with its reason. With
+--from PATH, --kubeconfig FILE or --in-cluster it also compares with what these objects ask for. If
+Verdict has not programmed this node, compare writes its rules for the objects into a temporary
+network namespace.
 
 A class is a destination, a kind of sender, and whether the sender is remembered: docs/COMPARE.md.
-Compare tells the differences with their reasons. --certificate FILE writes down what was compared
-and found, and --check FILE says whether that still holds. It only reads, and needs CAP_NET_ADMIN;
-for a namespace of its own, CAP_SYS_ADMIN too.
+--certificate FILE records what was compared and found; --check FILE checks whether it still holds.
+Compare only reads, and needs CAP_NET_ADMIN; for the temporary namespace, CAP_SYS_ADMIN too.
 
 Exit status: 0 if every class is the same or differs for a known reason, 1 if not, 2 if something
 went wrong.`,

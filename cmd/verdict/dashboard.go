@@ -20,16 +20,16 @@ func newClusterDashboard(o *clusterOptions) *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "dashboard",
 		Short: "Show all nodes in a browser, live",
-		Long: `Dashboard serves one page to a browser on this host, until you end it: the nodes and their lag,
-connections per second by Service and endpoint, ejected and quarantined ones, the last changes with
-how long they took, and a field for explain. Open the address that it prints; without the token in
-it, nothing is shown.
+		Long: `Dashboard serves one page to a browser on this host, until you stop it: the nodes and their lag,
+connections per second by Service and endpoint, ejected endpoints and quarantined Services, the last
+changes with their durations, and a field for explain. Open the address that it prints; the page
+needs the token in it.
 
-The nodes are asked with your own rights, as by status and top, and only while a window is open.`,
+Dashboard asks the nodes with your own rights, as status and top do, and only while a window is open.`,
 		Args: noArgs(""),
 	}
 	cmd.Flags().StringVar(&listen, "listen", "127.0.0.1:0", "address and port of this host; port 0: any that is free")
-	cmd.Flags().DurationVar(&interval, "interval", 2*time.Second, "pause between two looks, at least 500ms")
+	cmd.Flags().DurationVar(&interval, "interval", 2*time.Second, "time between two refreshes, at least 500ms")
 	cmd.RunE = func(cmd *cobra.Command, _ []string) error {
 		at, err := netip.ParseAddrPort(listen)
 		switch {

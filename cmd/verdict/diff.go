@@ -18,14 +18,12 @@ func newDiff() *cobra.Command {
 		Short: "Show the differences between the kernel and the objects",
 		Long: `Diff compares the kernel of this node with what the objects ask for, and prints the differences as
 nft would write them: lines with - are in the kernel and should not be, lines with + should be there
-and are not. Then it counts them by Service. It ignores which endpoint of a Service has which slot.
-It also ignores changes that are on their way to the kernel: a difference must last for half a
-second.
+and are not. Then it counts them by Service. It ignores which endpoint of a Service has which slot,
+and differences that last for less than half a second, as changes may be on their way to the kernel.
 
 The objects come from --from PATH, --kubeconfig FILE, or --in-cluster; the last is the default.
-Flags such as --cluster-cidr must be the same as those of verdict run; those that are not given are
-taken from the settings that the kernel has. It only reads, beside a running proxy, and needs
-CAP_NET_ADMIN.
+Give flags such as --cluster-cidr the same values as for verdict run; diff takes missing ones from
+the settings in the kernel. It only reads, beside a running proxy, and needs CAP_NET_ADMIN.
 
 Exit status: 0 if there is no difference, 1 if there is one, 2 if something went wrong.`,
 		Example: `  verdict diff --from examples/cluster.yaml --hostname-override node-1

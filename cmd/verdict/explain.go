@@ -33,7 +33,7 @@ func newExplain() *cobra.Command {
 	var o explainOptions
 	cmd := &cobra.Command{
 		Use:   "explain SRC DST:PORT[/PROTO]",
-		Short: "Say what happens to a packet, and why",
+		Short: "Show where a packet goes, and why",
 		Long: `Explain shows where the first packet of a connection from SRC to DST goes: which Service
 answers there, which row of policy decides, which endpoints it may be sent to and how likely, what
 source address they see, and why the Service's other endpoints are excluded.
@@ -41,22 +41,23 @@ source address they see, and why the Service's other endpoints are excluded.
 SRC is an address, or node (this node), pod (some pod) or outside (neither). PROTO is tcp, udp or
 sctp; the default is tcp. DST/icmp asks about a ping.
 
-The answer comes from the objects: --from PATH, --kubeconfig FILE, or --in-cluster, the default in a
-pod. With --live it comes from the kernel of this node, which explain only reads, by key, beside a
-running proxy; that is the default elsewhere. With --live and objects it comes from both, and
-explain shows where they disagree.
-Verdict does not touch packets to an address of no Service: explain does not know what other rules
-of this host do with them. With --live it says what else on this host stops a packet to a Service: a
-route that is missing, forwarding that is off, chains of other programs.
+Explain takes the answer from the objects (--from PATH, --kubeconfig FILE or --in-cluster), which is
+the default in a pod, or from the kernel of this node (--live), which is the default elsewhere. With
+--live and objects it uses both, and shows where they disagree. It only reads the kernel, by key,
+beside a running proxy.
 
-With --at, the answer is that of the kernel at a time in the past, as far as the ledger of this node
-knows (docs/LEDGER.md); addresses, routes and interfaces of this host are those of now.
+Verdict does not touch packets to addresses without a Service, and explain does not follow the rules
+of other programs for them. With --live it shows what else on this host stops a packet to a Service:
+a missing route, disabled forwarding, chains of other programs.
 
-With --to, and without SRC and DST, it lists the Services that lead to a pod, by the objects or, if
-none are given, by what the kernel of this node holds.
+With --at, explain answers from what the kernel held at a time in the past, as far as this node's
+ledger goes back (docs/LEDGER.md). It uses this host's present addresses, routes and interfaces.
 
-Flags such as --cluster-cidr must be the same as those of verdict run. With --live, those that are
-not given are taken from the settings that the kernel has.`,
+With --to, and without SRC and DST, explain lists the Services that lead to a pod, from the objects
+or, without objects, from the kernel of this node.
+
+Give flags such as --cluster-cidr the same values as for verdict run. With --live, explain takes
+missing ones from the settings in the kernel.`,
 		Example: `  verdict explain node 10.96.0.10:53/udp --from cluster.yaml --hostname-override node-1
   verdict explain outside 203.0.113.20:80 --live
   verdict explain outside 203.0.113.20/icmp

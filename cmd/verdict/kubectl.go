@@ -146,10 +146,10 @@ func newClusterExplain(o *clusterOptions) *cobra.Command {
 	var to, live, asJSON bool
 	cmd := &cobra.Command{
 		Use:   "explain POD SERVICE[:PORT]",
-		Short: "Say what happens to packets from a pod to a Service, on the pod's node",
-		Long: `Explain finds the pod's node and asks there what happens to packets from the pod to the Service: see
-"verdict explain". The port is a name or a number; a Service with one port needs none. With --to, it
-says which Services lead to a pod.`,
+		Short: "Show where packets from a pod to a Service go, on the pod's node",
+		Long: `Explain runs "verdict explain" on the pod's node, for packets from the pod to the Service. The port is
+a name or a number; a Service with one port needs none. With --to, it lists the Services that lead to
+a pod.`,
 		Example: `  kubectl verdict explain shop/web-0 svc/shop/cart:grpc
   kubectl verdict explain --to pod/shop/cart-7d9f`,
 		Args: func(cmd *cobra.Command, args []string) error {
@@ -304,7 +304,7 @@ func newClusterWait(o *clusterOptions) *cobra.Command {
 		Use:   "wait SERVICE",
 		Short: "Wait until every node has programmed what the API has of a Service now",
 		Long: `Wait reads the Service and its EndpointSlices from the API, and asks every node until each has
-programmed that, or something newer. It knows nothing of ingress proxies and of load balancers
+programmed that, or something newer. It does not check ingress proxies, nor load balancers
 outside of the cluster.`,
 		Example: "  kubectl verdict wait shop/cart --timeout 30s",
 		Args:    cobra.ExactArgs(1),

@@ -72,12 +72,12 @@ func newLedgerLog() *cobra.Command {
 		Short: "List what was written on this node, when and why",
 		Long: `Log reads the ledger that verdict run --ledger keeps (docs/LEDGER.md): each transaction with the
 objects that caused it, the elements that it added (+), replaced (~) and removed (-), how long it
-took, and how long the oldest change waited for it. It asks the proxy on this node where they are,
-and reads files alone, on any machine, with or without a running proxy.
+took, and how long the oldest change waited for it. Log asks the proxy on this node for the ledger's
+place. With --ledger it reads files alone, on any machine, without a running proxy.
 
-With --check it verifies that no record was changed or taken out, prints where that is not so, and
-exits with status 1. With --replay it writes what the kernel held at the end, or at --at, into the
-tables of the network namespace that it runs in, which must have none; it needs CAP_NET_ADMIN.`,
+With --check, log verifies that no record was changed or removed; otherwise it prints the place, and
+exits with status 1. With --replay, log writes what the kernel held at the end, or at --at, into the
+network namespace that it runs in, which must not have Verdict's tables. This needs CAP_NET_ADMIN.`,
 		Example: `  verdict log --since 10m
   verdict log --service shop/cart --elements -f
   verdict log --check --ledger /tmp/copy-of-ledger

@@ -66,23 +66,23 @@ func newPlan() *cobra.Command {
 	var o planOptions
 	cmd := &cobra.Command{
 		Use:   "plan",
-		Short: "Say what a change of objects would do on this node",
-		Long: `Plan says what a change of Services, EndpointSlices or the Node would do on this node, and changes
-nothing: which elements Verdict would write, which addresses open, close or answer otherwise, whom
-source ranges let in or shut out, each endpoint's chance before and after, and what becomes of the
-connections that are open now.
+		Short: "Show what a change of objects would do on this node",
+		Long: `Plan shows what a change of Services, EndpointSlices or the Node would do on this node, and changes
+nothing. It shows which elements Verdict would write, which addresses would open, close or answer
+differently, which clients source ranges would admit or exclude, each endpoint's chance before and
+after, and what would happen to the connections that are open now.
 
-The objects now come from --from PATH, --kubeconfig FILE, or --in-cluster; the last is the default.
--f names manifests as "kubectl apply" would take them, and --delete those that "kubectl delete"
-would. A manifest is taken for the whole object; what the API server allocates or keeps comes from
-the object that is there. To have the API server complete it:
+The present objects come from --from PATH, --kubeconfig FILE, or --in-cluster (the default). -f takes
+manifests as "kubectl apply" does, and --delete as "kubectl delete" does. A manifest replaces the
+whole object, except for fields that the API server allocates or keeps: plan takes these from the
+present object. To have the API server complete a manifest:
 
   kubectl apply --dry-run=server -o yaml -f change.yaml | verdict plan --kubeconfig FILE -f -
 
 If Verdict has programmed this node, plan starts from the kernel's tables and lists the open
-connections, which needs CAP_NET_ADMIN; --live=false leaves that out. docs/PLAN.md explains the
-answer. Flags such as --cluster-cidr must be the same as those of verdict run; those that are not
-given are taken from the settings that the kernel has.
+connections, which needs CAP_NET_ADMIN; --live=false skips that. docs/PLAN.md explains the answer.
+Give flags such as --cluster-cidr the same values as for verdict run; plan takes missing ones from
+the settings in the kernel.
 
 Exit status: 0 if nothing changes for packets, 1 if something does, 2 if something went wrong.`,
 		Example: `  verdict plan -f change.yaml --kubeconfig /etc/kubernetes/kubelet.conf
@@ -169,9 +169,9 @@ func newClusterPlan(o *clusterOptions) *cobra.Command {
 	var failOn []string
 	cmd := &cobra.Command{
 		Use:   "plan",
-		Short: "Say what a change of objects would do on every node",
-		Long: `Plan has every node plan a change of objects, and adds up what they say: see "verdict plan". The
-nodes read the objects now from the API server.`,
+		Short: "Show what a change of objects would do on every node",
+		Long: `Plan runs "verdict plan" on every node, and adds up the answers. The nodes read the present objects
+from the API server.`,
 		Example: `  kubectl apply --dry-run=server -o yaml -f change.yaml | kubectl verdict plan -f -
   kubectl verdict plan --delete-object Service/shop/cart --node node-1`,
 		Args: noArgs(""),

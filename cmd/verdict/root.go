@@ -70,17 +70,17 @@ with them. The tables are called "verdict"; "nft list table ip verdict" shows on
   verdict render --from dump.yaml   print the ruleset for a dump of a cluster; needs no privileges
   verdict run --from dump.yaml      program the Services of a file or directory on this node
   verdict run --kubeconfig FILE     the same from an API server; in a cluster without --kubeconfig
-  verdict explain SRC DST:PORT      say what happens to a packet, and why
+  verdict explain SRC DST:PORT      show where a packet goes, and why
   verdict diff, verdict verify      compare the kernel with the objects, or with what was written
-  verdict plan -f change.yaml       say what a change of objects would do on this node
+  verdict plan -f change.yaml       show what a change of objects would do on this node
   verdict top                       show the connections per second of Services, live
   verdict status                    show this node's sync status
   verdict log                       list what was written on this node, when and why
   verdict cleanup                   remove everything that Verdict wrote on this node
   verdict takeover                  remove what a kube-proxy left on this node, as run does
-  verdict collect                   ask all nodes whether they have a change, for /everywhere
+  verdict collect                   run the collector that answers /everywhere requests
   verdict bench                     measure cold starts, changes and churn
-  verdict version                   say what was built, and what this kernel can do
+  verdict version                   show the version, and what this kernel supports
 
 "kubectl get svc,endpointslices,nodes -A -o yaml" prints a dump.
 

@@ -27,15 +27,15 @@ func newStatus() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "status",
 		Short: "Show this node's sync status",
-		Long: `Status asks the proxy on this node: up to which versions of the API's objects everything is
-programmed, what waits and for how long, which Services the kernel rejects, which endpoints are
-ejected, what else on the host stops packets, what other programs changed, and a digest that is the
-same on all nodes that have programmed the same (docs/CLUSTER.md). It needs no privileges. "kubectl
+		Long: `Status asks the proxy on this node, and shows up to which versions of the API's objects everything is
+programmed, which changes wait and for how long, which Services the kernel rejects, which endpoints
+are ejected, what else on the host stops packets, and what other programs changed. Nodes with the
+same digest have programmed the same (docs/CLUSTER.md). It needs no privileges. "kubectl
 verdict status" asks all nodes.
 
 It finds the proxy's health server at --healthz-bind-address, else at that of --config, else at
-127.0.0.1:10256. If the proxy does not answer, status prints which settings and ejections are in
-force by what the kernel holds, for which it needs CAP_NET_ADMIN, and ends with status 1.`,
+127.0.0.1:10256. If the proxy does not answer, status reads the settings and ejections in force from
+the kernel, which needs CAP_NET_ADMIN, and exits with status 1.`,
 		Example: `  verdict status
   verdict status -o json --service shop/cart`,
 		Args: noArgs(""),

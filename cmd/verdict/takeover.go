@@ -25,7 +25,7 @@ func newTakeover() *cobra.Command {
 		Short: "Remove what a kube-proxy left on this node",
 		Long: `Takeover removes what a kube-proxy programmed on this node, in any of its modes: nftables tables,
 chains of iptables (both variants), virtual services of IPVS, ipsets, and the device kube-ipvs0.
-What others made stays, and so does what they use of kube-proxy's. "verdict run" does the same after
+It keeps what other programs made, and what they use of kube-proxy's. "verdict run" does the same after
 its start, unless it runs with --takeover=never.
 
 It refuses while Verdict has no rules of its own, because nothing would serve the Services then. If
@@ -33,8 +33,8 @@ Verdict's rules are those of iptables, which have the same names as kube-proxy's
 are removed. No connection is lost: established ones live in connection tracking, and those of IPVS
 continue until they end.
 
-With --dry-run it only lists what there is. If it is told where the objects are, it also says
-whether the ranges of Services overlap addresses of nodes, pods or the API server.`,
+With --dry-run, takeover only lists what there is. With objects, it also reports whether the ranges
+of Services overlap addresses of nodes, pods or the API server.`,
 		Args: noArgs(""),
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			if err := from.Check(); err != nil {

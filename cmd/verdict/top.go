@@ -29,13 +29,11 @@ func newTop() *cobra.Command {
 		Use:   "top",
 		Short: "Show the connections per second of Services, live",
 		Long: `Top shows the Service ports of this node with their connections per second, and on demand those of
-their endpoints, from the counters in the kernel's maps. The kernel has the names, too, so top needs
-no objects. A Service counts again from 0 when its first endpoint comes or its last one goes,
-because that replaces its element in the map.
+their endpoints, from the counters in the kernel's maps. Names and ejected endpoints are in the kernel,
+too, so top needs no objects. A Service's counter restarts at 0 when its first endpoint is added or
+its last one removed, because that replaces its element in the map.
 
-The heading has the Node's name if the proxy answers at 127.0.0.1:10256, else that of the host.
-
-It shows the endpoints that this node has ejected with their Service: the kernel has them, too.
+The heading shows the Node's name if the proxy answers at 127.0.0.1:10256, else the host's name.
 
 Keys: up and down (or k and j) select, enter shows and hides the endpoints, s sorts by rate, total
 or name, / filters by a part of the name, ? shows all keys, q quits.

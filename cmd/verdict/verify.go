@@ -16,20 +16,20 @@ func newVerify() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "verify",
 		Short: "Check that the kernel holds what was written",
-		Long: `Verify reads all of Verdict's tables in the kernel of this node and checks them against themselves:
-every table has a digest of its contents, written in the same transaction as the contents. It also
-compares sets, chains and rules with those that Verdict writes, and looks for elements that do not
-match each other. So it needs no objects, and no flags of verdict run.
+		Long: `Verify reads all of Verdict's tables in the kernel of this node, and compares their contents with the
+digests in them, which Verdict writes in the same transactions. It also compares sets, chains and
+rules with those that Verdict writes, and looks for elements that do not match each other. It needs
+no objects, and no flags of verdict run.
 
 With --from PATH, --kubeconfig FILE or --in-cluster it also compares with what these objects ask
 for, and counts the differences by Service; verdict diff shows the lines. It only reads, beside a
 running proxy, and needs CAP_NET_ADMIN.
 
-Verify ends with what else on this host stops packets of Services, and what to do about it
-(docs/TROUBLESHOOTING.md), which makes no difference to the exit status.
+At the end, verify lists what else on this host stops packets of Services, and how to fix it
+(docs/TROUBLESHOOTING.md). This does not change the exit status.
 
-With --packets it compares what happens to packets, and not what is written: it walks every class of
-packets through what the kernel lists of Verdict, and through the objects (docs/COMPARE.md).
+With --packets, verify compares where packets go, in place of what is written: it walks every class
+of packets through Verdict's rules in the kernel, and through the objects (docs/COMPARE.md).
 
 Exit status: 0 if everything is in sync, 1 if not, 2 if something went wrong.`,
 		Example: `  verdict verify

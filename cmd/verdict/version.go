@@ -51,9 +51,9 @@ func newVersion() *cobra.Command {
 	var asJSON bool
 	cmd := &cobra.Command{
 		Use:   "version",
-		Short: "Say what was built, and what this kernel can do",
-		Long: `Version prints the version, the commit and its date, and which backends this process could use with
-this kernel. It changes nothing, and needs CAP_NET_ADMIN to ask.`,
+		Short: "Show the version, and what this kernel supports",
+		Long: `Version prints the version, the commit and its date, and which backends this process can use with
+this kernel. It changes nothing, but needs CAP_NET_ADMIN.`,
 		Args: noArgs(""),
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			v := versionInfo{node.BuildInfo(), probeKernel(cmd.Context())}

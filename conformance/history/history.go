@@ -1,6 +1,6 @@
 // Package history says what was written to the Kubernetes API and what connections saw meanwhile, and checks how stale
-// a Service proxy was. It knows neither the API nor packets: a history is plain data. docs/HISTORY.md explains the
-// format and the rules.
+// a Service proxy was. It knows neither the API nor packets: a history is plain data. docs/evidence/HISTORY.md explains
+// the format and the rules.
 package history
 
 import (

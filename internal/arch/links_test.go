@@ -129,7 +129,7 @@ var duration = regexp.MustCompile(`\b\d+(?:\.\d+)? (?:ms|s)\b`)
 
 // TestFigures: where the museum tells what the benchmark measured, its figures are those of the benchmark's page.
 func TestFigures(t *testing.T) {
-	text, err := os.ReadFile("../../docs/BENCHMARKS.md")
+	text, err := os.ReadFile("../../docs/evidence/BENCHMARKS.md")
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -137,7 +137,7 @@ func TestFigures(t *testing.T) {
 	for _, figure := range duration.FindAllString(string(text), -1) {
 		measured[figure] = true
 	}
-	museum := prose(t, "../../docs/MUSEUM.md")
+	museum := prose(t, "../../docs/evidence/MUSEUM.md")
 	for _, outage := range regexp.MustCompile(`(?m)^\*\*\d+\.`).Split(museum, -1)[1:] {
 		_, sides, bullets := strings.Cut(outage, "\n- ")
 		if !bullets || !strings.Contains(outage, "BENCHMARKS.md#") {

@@ -42,9 +42,9 @@ func (c *client) origin(st *State, f ipfamily.Family) From {
 	return Anyone
 }
 
-// endpoints is a set of endpoints and, written by hand, the sets that BEHAVIOUR's rules make of it. An endpoint is
-// l or r (on this node or another), a number, and a state: R ready, T draining, U unready, Z terminating and not
-// serving.
+// endpoints is a set of endpoints and, written by hand, the sets that docs/KUBE-PROXY.md#endpoint-sets makes of it. An
+// endpoint is l or r (on this node or another), a number, and a state: R ready, T draining, U unready, Z terminating
+// and not serving.
 type endpoints struct {
 	all, cluster, local string
 	// any says whether any endpoint is usable.
@@ -112,7 +112,7 @@ func (e endpoints) words(p *Pool, f ipfamily.Family) string {
 	return strings.Join(out, " ")
 }
 
-// expected is BEHAVIOUR 1.1, line by line.
+// expected is docs/KUBE-PROXY.md#traffic-matrix, line by line.
 func expected(
 	c *client, kind Kind, internalLocal, externalLocal, masqAll bool, failover snapshot.ExternalFailover, detector string,
 	e endpoints,

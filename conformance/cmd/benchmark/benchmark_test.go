@@ -125,7 +125,7 @@ func TestResults(t *testing.T) {
 // The documents have the marks that --docs looks for, and what it writes there is what the results say.
 func TestDocs(t *testing.T) {
 	root := t.TempDir()
-	for _, name := range []string{"README.md", filepath.Join("docs", "BENCHMARKS.md")} {
+	for _, name := range []string{"README.md", filepath.Join("docs", "evidence", "BENCHMARKS.md")} {
 		text, err := os.ReadFile(filepath.Join("..", "..", "..", name))
 		if err != nil {
 			t.Fatal(err)
@@ -147,13 +147,13 @@ func TestDocs(t *testing.T) {
 	if err := o.writeDocs(r, "the guest's tables"); err != nil {
 		t.Fatal(err)
 	}
-	text, err := os.ReadFile(filepath.Join(root, "docs", "BENCHMARKS.md"))
+	text, err := os.ReadFile(filepath.Join(root, "docs", "evidence", "BENCHMARKS.md"))
 	if err != nil {
 		t.Fatal(err)
 	}
-	for _, want := range []string{"\nthe tables\n", "\nthe guest's tables\n", "(images/bench-start.svg)"} {
+	for _, want := range []string{"\nthe tables\n", "\nthe guest's tables\n", "(../images/bench-start.svg)"} {
 		if !strings.Contains(string(text), want) {
-			t.Errorf("docs/BENCHMARKS.md has no %q", want)
+			t.Errorf("docs/evidence/BENCHMARKS.md has no %q", want)
 		}
 	}
 	if readme, err := os.ReadFile(filepath.Join(root, "README.md")); err != nil ||

@@ -75,7 +75,7 @@ func newCommand() *cobra.Command {
 		Short: "Measure Service proxies in large clusters beside each other",
 		Long: `Benchmark starts a real control plane, fills it with Services, and measures proxies on a node of
 their own. It measures from outside, by connections that show when the node's kernel has applied a
-write to the API server. docs/BENCHMARKS.md says what is measured, and what the figures do not say.
+write to the API server. docs/evidence/BENCHMARKS.md says what is measured, and what the figures do not say.
 
 Results are saved after each proxy in OUT/results.json, and an interrupted run continues there. At
 the end, and with --render alone, benchmark writes OUT/tables.md and plots beside it. The time of
@@ -110,7 +110,8 @@ func (o *options) addFlags(cmd *cobra.Command) {
 		"bin/bench-quick)")
 	f.BoolVar(&o.fresh, "fresh", false, "begin anew, whatever results there are")
 	f.BoolVar(&o.render, "render", false, "measure nothing: only write tables and pictures of the results there are")
-	f.BoolVar(&o.docs, "docs", false, "also write tables and pictures into docs/BENCHMARKS.md, docs/images and README.md")
+	f.BoolVar(&o.docs, "docs", false, "also write tables and pictures into docs/evidence/BENCHMARKS.md, "+
+		"docs/images and README.md")
 	f.BoolVar(&o.giant, "giant", false, "leave out changes: what is measured last, a giant Service in 1,000 at most, "+
 		"comes soon")
 	f.BoolVar(&o.keep, "keep", false, "keep logs and configuration of proxies and control plane, and say where")
@@ -333,7 +334,7 @@ func (o *options) show(out io.Writer, r *results.Results) error {
 
 // writeDocs puts tables and pictures where the documentation has them.
 func (o *options) writeDocs(r *results.Results, tables string) error {
-	document := filepath.Join(o.source, "docs", "BENCHMARKS.md")
+	document := filepath.Join(o.source, "docs", "evidence", "BENCHMARKS.md")
 	if r.Machine.Guest {
 		return results.UpdateFile(document, "guest", tables)
 	}
@@ -343,7 +344,7 @@ func (o *options) writeDocs(r *results.Results, tables string) error {
 	}
 	var pictures strings.Builder
 	for _, n := range names {
-		fmt.Fprintf(&pictures, "![%s](images/%s)\n\n", strings.TrimSuffix(n, ".svg"), n)
+		fmt.Fprintf(&pictures, "![%s](../images/%s)\n\n", strings.TrimSuffix(n, ".svg"), n)
 	}
 	return errors.Join(
 		results.UpdateFile(document, "pictures", pictures.String()),

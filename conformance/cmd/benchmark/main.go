@@ -1,5 +1,5 @@
 // Benchmark measures Service proxies in large clusters beside each other, with a real API server and real packets. See
-// docs/BENCHMARKS.md.
+// docs/evidence/BENCHMARKS.md.
 package main
 
 import (

@@ -59,7 +59,7 @@ func newOutagesCommand() *cobra.Command {
 		Long: `Outages opens connections to a Service all the time while something happens to its endpoints, with one
 proxy after the other in the testbed of the conformance suite. It counts connections that were opened
 and that failed, how long each client waited, and when clients of held connections learnt that these
-were lost. docs/BENCHMARKS.md explains the scenarios.
+were lost. docs/evidence/BENCHMARKS.md explains the scenarios.
 
 Results are saved after each scenario in OUT/outages.json, and an interrupted run continues there. In
 the end, and with --render alone, it writes OUT/outages.md and a picture beside it.`,
@@ -87,7 +87,7 @@ the end, and with --render alone, it writes OUT/outages.md and a picture beside 
 		"bin/outages-quick)")
 	f.BoolVar(&o.fresh, "fresh", false, "begin anew, whatever results there are")
 	f.BoolVar(&o.render, "render", false, "measure nothing: only write tables and the picture of the results there are")
-	f.BoolVar(&o.docs, "docs", false, "also write tables and the picture into docs/BENCHMARKS.md and docs/images")
+	f.BoolVar(&o.docs, "docs", false, "also write tables and the picture into docs/evidence/BENCHMARKS.md and docs/images")
 	f.StringVar(&o.source, "source", "", "the directory of Verdict's sources; empty means that of the working directory")
 	f.StringVar(&o.programs, "programs", "", "take verdict and the peers, already built, from this directory")
 	return cmd
@@ -186,7 +186,7 @@ func (o *outageOptions) writeDocs(found *results.Outages, tables string) error {
 		return err
 	}
 	if name != "" {
-		tables = fmt.Sprintf("![connect times](images/%s)\n\n%s", name, tables)
+		tables = fmt.Sprintf("![connect times](../images/%s)\n\n%s", name, tables)
 	}
-	return results.UpdateFile(filepath.Join(o.source, "docs", "BENCHMARKS.md"), "outages", tables)
+	return results.UpdateFile(filepath.Join(o.source, "docs", "evidence", "BENCHMARKS.md"), "outages", tables)
 }

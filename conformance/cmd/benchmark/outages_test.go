@@ -49,7 +49,7 @@ func TestOutageResults(t *testing.T) {
 	if _, err := o.results(quickOutage); err == nil || !strings.Contains(err.Error(), "other settings") {
 		t.Errorf("other settings: %v", err)
 	}
-	document := filepath.Join(root, "docs", "BENCHMARKS.md")
+	document := filepath.Join(root, "docs", "evidence", "BENCHMARKS.md")
 	if err := os.MkdirAll(filepath.Dir(document), 0o755); err != nil {
 		t.Fatal(err)
 	}

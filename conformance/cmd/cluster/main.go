@@ -1,4 +1,4 @@
-// Cluster runs a real cluster of three nodes on this machine, and stories on it. See docs/TESTING.md.
+// Cluster runs a real cluster of three nodes on this machine, and stories on it. See docs/dev/TESTING.md.
 package main
 
 import (

@@ -1,5 +1,5 @@
 // Conformance holds Service proxies to what Kubernetes promises, from outside: with a real API server, network
-// namespaces and packets. See docs/CONFORMANCE.md.
+// namespaces and packets. See docs/dev/CONFORMANCE.md.
 package main
 
 import (

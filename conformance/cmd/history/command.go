@@ -51,7 +51,7 @@ func newCommand() *cobra.Command {
 		Short: "Record what Service proxies make of changes, and check how stale they are",
 		Long: `History changes Services in the testbed of the conformance suite while clients connect and proxies or the
 API server fail. It writes down what was sent, acknowledged and seen, and checks that afterwards.
-docs/HISTORY.md explains the scenarios, the format and the rules.
+docs/evidence/HISTORY.md explains the scenarios, the format and the rules.
 
 Histories are saved in OUT/histories, results after each in OUT/history.json, and an interrupted run
 continues there. In the end, and with --render alone, it writes OUT/history.md and a picture beside it.
@@ -78,7 +78,7 @@ something could not run.`,
 	f.StringVar(&o.out, "out", "", "a directory for histories, results, tables and the picture (default bin/history)")
 	f.BoolVar(&o.fresh, "fresh", false, "begin anew, whatever results there are")
 	f.BoolVar(&o.render, "render", false, "record nothing: only write tables and the picture of the results there are")
-	f.BoolVar(&o.docs, "docs", false, "also write tables and the picture into docs/HISTORY.md and docs/images")
+	f.BoolVar(&o.docs, "docs", false, "also write tables and the picture into docs/evidence/HISTORY.md and docs/images")
 	f.StringVar(&o.source, "source", "", "the directory of Verdict's sources; empty means that of the working directory")
 	f.StringVar(&o.programs, "programs", "", "take verdict and the peers, already built, from this directory")
 	cmd.AddCommand(newCheckCommand(), newFaultyCommand())
@@ -209,6 +209,6 @@ func (o *options) writeDocs(found *results.Histories, tables string) error {
 	if err != nil {
 		return err
 	}
-	tables = fmt.Sprintf("![staleness by scenario](images/%s)\n\n%s", name, tables)
-	return results.UpdateFile(filepath.Join(o.source, "docs", "HISTORY.md"), "history", tables)
+	tables = fmt.Sprintf("![staleness by scenario](../images/%s)\n\n%s", name, tables)
+	return results.UpdateFile(filepath.Join(o.source, "docs", "evidence", "HISTORY.md"), "history", tables)
 }

@@ -68,14 +68,16 @@ func TestResults(t *testing.T) {
 // The document has the mark that --docs looks for.
 func TestDocs(t *testing.T) {
 	root := t.TempDir()
-	text, err := os.ReadFile(filepath.Join("..", "..", "..", "docs", "HISTORY.md"))
+	text, err := os.ReadFile(filepath.Join("..", "..", "..", "docs", "evidence", "HISTORY.md"))
 	if err != nil {
 		t.Fatal(err)
 	}
-	if err := os.MkdirAll(filepath.Join(root, "docs"), 0o755); err != nil {
-		t.Fatal(err)
+	for _, folder := range []string{"images", "evidence"} {
+		if err := os.MkdirAll(filepath.Join(root, "docs", folder), 0o755); err != nil {
+			t.Fatal(err)
+		}
 	}
-	path := filepath.Join(root, "docs", "HISTORY.md")
+	path := filepath.Join(root, "docs", "evidence", "HISTORY.md")
 	if err := os.WriteFile(path, text, 0o644); err != nil {
 		t.Fatal(err)
 	}
@@ -86,7 +88,7 @@ func TestDocs(t *testing.T) {
 	if err := o.writeDocs(found, "the tables"); err != nil {
 		t.Fatal(err)
 	}
-	const want = "(images/history.svg)\n\nthe tables\n"
+	const want = "(../images/history.svg)\n\nthe tables\n"
 	if text, err = os.ReadFile(path); err != nil || !strings.Contains(string(text), want) {
 		t.Errorf("%v\n%s", err, text)
 	}

@@ -1,4 +1,4 @@
-// History records what proxies make of changing Services, and checks how stale they are. See docs/HISTORY.md.
+// History records what proxies make of changing Services, and checks how stale they are. See docs/evidence/HISTORY.md.
 package main
 
 import (

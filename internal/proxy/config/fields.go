@@ -319,7 +319,7 @@ var fields = []field{
 		verdictKind + ".counterMemoryMiB",
 		Restart,
 		"memory limit of the kernel's counters: 16 bytes for each possible processor and frontend, " +
-			"and endpoint as far as there is room; 0: nothing is counted. Services have a say by their annotation " +
+			"and endpoint as far as there is room; 0 disables counting. Services override it by the annotation " +
 			"`verdict/counters` " +
 			"([METRICS.md](METRICS.md))",
 		atLeast(0),
@@ -341,7 +341,7 @@ var fields = []field{
 		verdictKind + ".ledger",
 		Restart,
 		"a directory for a ledger of what was written to the kernel, such as `/var/lib/verdict/ledger`, see " +
-			"[LEDGER.md](LEDGER.md); empty: none is kept",
+			"[LEDGER.md](LEDGER.md); empty disables it",
 		checkDirectory,
 	},
 	{
