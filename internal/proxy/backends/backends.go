@@ -35,28 +35,12 @@ type InspectOptions struct {
 	Settings *config.Settings
 }
 
-// All are the backends, those first that are to be preferred.
+// All are the backends, those first that are to be preferred: those that config.Backends names.
 var All = []Backend{
 	{Name: string(config.NFTables), Inspect: inspectNFTables, Open: openNFTables, Probe: probeNFTables,
 		Remove: removeNFTables, Sysctls: ipvsSysctls},
 	{Name: string(config.IPTables), Inspect: inspectIPTables, Open: openIPTables, Probe: probeIPTables,
 		Remove: removeIPTables},
-}
-
-func init() { tellConfig() }
-
-// Register adds a backend, which --backend can name from then on.
-func Register(b Backend) {
-	All = append(All, b)
-	tellConfig()
-}
-
-// tellConfig has the configuration take the names of all backends.
-func tellConfig() {
-	config.Backends = nil
-	for _, b := range All {
-		config.Backends = append(config.Backends, config.Backend(b.Name))
-	}
 }
 
 // Inspect opens the Inspector of the backend that the settings name. With auto, or without settings, it is the

@@ -119,7 +119,7 @@ const (
 	IPTables Backend = "iptables"
 )
 
-// Backends are the values that a file or flag may name besides Auto. Package backends sets them to those it has.
+// Backends are the values that a file or flag may name besides Auto, in the order of backends.All.
 var Backends = []Backend{NFTables, IPTables}
 
 // kube-proxy's words.

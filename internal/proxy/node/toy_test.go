@@ -51,7 +51,8 @@ const beToy = "VERDICT_TEST_BE_TOY"
 
 // runToy runs a proxy by its flags, until it is told to stop.
 func runToy() error {
-	backends.Register(backends.Backend{Name: "toy", Open: openToy})
+	backends.All = append(backends.All, backends.Backend{Name: "toy", Open: openToy})
+	config.Backends = append(config.Backends, "toy")
 	var flags config.Flags
 	set := pflag.NewFlagSet("run", pflag.ContinueOnError)
 	flags.Add(set)
