@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"sync"
 	"time"
@@ -69,6 +70,7 @@ func Run(ctx context.Context, o Options) (*report.Run, error) {
 		return nil, err
 	}
 	peers := testbed.Peers{Etcd: paths[0], APIServer: paths[1], ControllerManager: paths[2]}
+	o.obtainAll(ctx)
 	var errs []error
 	for _, kind := range o.Kinds {
 		proxy, err := runProxy(ctx, o, kind, peers, results)
@@ -87,6 +89,26 @@ func Run(ctx context.Context, o Options) (*report.Run, error) {
 	}
 	out.Took = time.Since(out.Begun)
 	return out, errors.Join(errs...)
+}
+
+// obtainAll has all programs built that will be needed: a build in the middle of a run takes the processors for minutes
+// from what is measured. A program that cannot be had is an error for whoever needs it, later.
+func (o *Options) obtainAll(ctx context.Context) {
+	needed := slices.Clone(o.Kinds)
+	for _, s := range o.Stories {
+		for _, step := range s.Steps {
+			if step.Proxy == nil || step.Proxy.As == "" ||
+				slices.ContainsFunc(needed, func(k *testbed.Kind) bool { return k.Name == step.Proxy.As }) {
+				continue
+			}
+			if kind, err := testbed.FindKind(step.Proxy.As); err == nil {
+				needed = append(needed, kind)
+			}
+		}
+	}
+	for _, kind := range needed {
+		_, _, _ = kind.Obtain(ctx, o.Programs, o.Dir)
+	}
 }
 
 func runProxy(
