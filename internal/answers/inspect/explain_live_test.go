@@ -251,7 +251,6 @@ func TestExplainLive(t *testing.T) {
 	} {
 		for _, by := range []string{byNFTables, byIPTablesNFT, byIPTablesLegacy} {
 			t.Run(world.name+"/"+by, func(t *testing.T) {
-				t.Parallel() // most of the time it waits: for packets that are dropped, and for the programs of iptables
 				explainAndSend(newAskedCluster(t, uint64(len(world.name)), world.conf, world.detect, by))
 			})
 		}
