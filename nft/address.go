@@ -92,7 +92,7 @@ func fixedElements() (out [NumSets][]Element) {
 		e.Chain = to.id()
 		out[set] = append(out[set], e)
 	}
-	for _, k := range fixedClasses[1:] {
+	for _, k := range fixedClasses {
 		for _, e := range leadingTo(k.id()) {
 			out[e.Set] = append(out[e.Set], e)
 		}

@@ -1,6 +1,7 @@
 package nft
 
 import (
+	"maps"
 	"net/netip"
 	"slices"
 
@@ -176,7 +177,7 @@ func (m *Model) wanted(found *ipfamily.Per[Found], stale *Stale) (out ipfamily.P
 	}
 	if stale.Shared() {
 		for _, set := range trees {
-			for i, elements := range m.Ranges(set) {
+			for i, elements := range m.Whole(set) {
 				out[i][set] = elements
 			}
 		}
@@ -188,8 +189,8 @@ func (m *Model) wanted(found *ipfamily.Per[Found], stale *Stale) (out ipfamily.P
 }
 
 // shared are the sets whose elements belong to no Service alone.
-var shared = [...]SetID{Addresses, SourceKinds, Picks, SplitPicks, Kinds, Sources, Timeouts, ServiceCIDRs,
-	SharedRanges, Hairpin, SettingsSet}
+var shared = [...]SetID{Addresses, SourceKinds, Picks, SplitPicks, PoolPicks, Kinds, Sources, Timeouts,
+	ServiceCIDRs, SharedRanges, Hairpin, SettingsSet}
 
 // trees are the sets for which IsTree is true, in the order of treeRanges.
 var trees = [...]SetID{ServiceCIDRs, SharedRanges}
@@ -438,6 +439,35 @@ func (m *Model) OwnersOf(t *Txn, refused *ipfamily.Per[[]Element]) (out ipfamily
 	return out
 }
 
+// InsideKeys returns the keys of the found frontends that lead to split or restrict, for each map that they may be in.
+func (f *Found) InsideKeys() map[SetID][]Element {
+	out := map[SetID][]Element{}
+	for _, set := range frontendSets {
+		for i := range f.Elements[set] {
+			if e := &f.Elements[set][i]; e.IsIndirect() {
+				for _, inside := range [...]SetID{InsideServices, UncountedInsideServices} {
+					out[inside] = append(out[inside], frontendElement(inside, e.FrontendKey()))
+				}
+			}
+		}
+	}
+	return out
+}
+
+// PoolKeys returns the keys of the found frontends' elements of Pools, each once.
+func (f *Found) PoolKeys() (keys []Element) {
+	seen := map[uint32]bool{}
+	for _, set := range frontendSets {
+		for i := range f.Elements[set] {
+			if e := &f.Elements[set][i]; e.InPools() && !seen[e.PoolID()] {
+				seen[e.PoolID()] = true
+				keys = append(keys, PoolKey(e.PoolID()))
+			}
+		}
+	}
+	return keys
+}
+
 // SlotKeys returns the keys of the slots to which the found pools lead, for each map of slots.
 func (f *Found) SlotKeys() map[SetID][]Element {
 	proto := map[uint32]Protocol{}
@@ -448,9 +478,8 @@ func (f *Found) SlotKeys() map[SetID][]Element {
 		}
 	}
 	out := map[SetID][]Element{Endpoints: nil, UncountedEndpoints: nil}
-	for i := range f.Elements[Pools] {
-		e := &f.Elements[Pools][i]
-		if p, ok := proto[e.ID()]; ok {
+	for _, e := range classes(&f.Elements) {
+		if p, ok := proto[e.PoolID()]; ok {
 			set, _ := e.slots()
 			out[set] = append(out[set], e.SlotKeys(p)...)
 		}
@@ -463,10 +492,8 @@ func (f *Found) SlotKeys() map[SetID][]Element {
 func (f *Found) MemberKeys() map[SetID][]Element {
 	out := map[SetID][]Element{StickyEndpoints: nil, UncountedStickyEndpoints: nil}
 	sticky := map[uint32]bool{}
-	for i := range f.Elements[Pools] {
-		if e := &f.Elements[Pools][i]; e.Leads().Kind.isSticky() {
-			sticky[e.ID()] = true
-		}
+	for _, e := range classes(&f.Elements) {
+		sticky[e.PoolID()] = e.Leads().Kind.isSticky()
 	}
 	known := map[elementKey]bool{} // since endpoints may have several slots
 	for i := range f.Elements[UncountedEndpoints] {
@@ -487,12 +514,12 @@ func (f *Found) MemberKeys() map[SetID][]Element {
 	return out
 }
 
-// SlotKeys returns the keys of the slots to which an element of Pools leads.
+// SlotKeys returns the keys of the slots of a pool, given an element that has its class.
 func (e *Element) SlotKeys(proto Protocol) []Element {
 	set, n := e.slots()
 	keys := make([]Element, n)
 	for slot := range keys {
-		keys[slot] = idElement(set, e.ID())
+		keys[slot] = idElement(set, e.PoolID())
 		k := &keys[slot]
 		k.key[k.KeyLen] = byte(proto)
 		k.KeyLen += 4
@@ -501,8 +528,8 @@ func (e *Element) SlotKeys(proto Protocol) []Element {
 	return keys
 }
 
-// slots returns the map to which an element of Pools leads, and the number of slots from which one is chosen: some of
-// the last may be missing.
+// slots returns the map to which the class of an element leads, and the number of slots from which one is chosen: some
+// of the last may be missing.
 func (e *Element) slots() (set SetID, n uint32) {
 	switch c := e.Leads(); c.Kind {
 	case Pick, PickHash, PickHashPort:
@@ -513,8 +540,22 @@ func (e *Element) slots() (set SetID, n uint32) {
 	return Endpoints, 0
 }
 
-// Ranges returns all elements that a set of ranges should hold, in the order of Families.
-func (m *Model) Ranges(set SetID) (out ipfamily.Per[[]Element]) {
+// IsWhole reports whether Whole knows all elements of a set.
+func (s SetID) IsWhole() bool {
+	return setsByID[s].Interval || setsByID[s].Verdicts || s == SettingsSet
+}
+
+// Whole returns all elements that a set of ranges, of settings or of verdicts should hold, in the order of Families.
+func (m *Model) Whole(set SetID) (out ipfamily.Per[[]Element]) {
+	switch {
+	case set == SettingsSet:
+		return ipfamily.Per[[]Element]{settingElements(m.settings), settingElements(m.settings)}
+	case setsByID[set].Verdicts:
+		for i := range out {
+			out[i] = VerdictElements(slices.Collect(maps.Keys(m.tables[i].chains)))[set]
+		}
+		return out
+	}
 	if n := slices.Index(trees[:], set); n >= 0 {
 		for _, c := range m.ranges[n] {
 			i := ipfamily.Of(c.Addr())

@@ -5,9 +5,12 @@ import (
 	"slices"
 )
 
-// An element of Pools is data: the pool's number, and above it the class of the chain that chooses for the pool. Picks
-// leads from the class to the chain. So no map with verdicts grows with the Services: whoever adds a verdict makes the
-// kernel check the whole table, and whoever changes data does not.
+// An element of Services is data: the pool's number, and above it the class of the chain that chooses for the pool.
+// Picks leads from the class to the chain. So no map with verdicts grows with the Services: whoever adds a verdict
+// makes the kernel check the whole table, and whoever changes data does not.
+//
+// When a pool gets another class, so do the elements of its frontends. If it has more than directFrontends, they have
+// no class, which leads to SharedPool, and the element of Pools has it.
 //
 // There are few classes, so no tenant can use them up. Chains for up to exactSizes slots choose among exactly as many.
 // Others choose among up to a quarter more, and again if they hit upon a slot that nobody has.
@@ -19,6 +22,8 @@ const (
 	// IPv4 forwards.
 	firstPool  = 0x100
 	exactSizes = 16
+	// directFrontends is how many frontends of a port have the class of their pool themselves.
+	directFrontends = 4
 	// sizeBits says that sizes beyond that have three significant bits, so four of them double the size.
 	sizeBits = 3
 	// numSizes is how many sizes there are, up to maxServiceSlots.
@@ -31,7 +36,7 @@ const (
 // fixedClasses are the chains that exist once; their places are their classes. Then follow those of sizedKinds, each in
 // numSizes sizes, and those of hashKinds, each with one slot, or as many as hashSizes says.
 var (
-	fixedClasses = [...]ChainKind{NoChain, NoEndpoints, NoLocalEndpoints, PassOn, LeftToIPVS, Restrict, Split}
+	fixedClasses = [...]ChainKind{SharedPool, NoEndpoints, NoLocalEndpoints, PassOn, LeftToIPVS, Restrict, Split}
 	sizedKinds   = [...]ChainKind{Pick, UncountedPick, StickyPick}
 	hashKinds    = [...]ChainKind{PickHash, UncountedHash, PickHashPort, UncountedHashPort, StickyHash}
 )
@@ -42,7 +47,7 @@ const (
 	hashes     = 1 + len(hashSizes)
 )
 
-// class is the number of a chain in the data of Pools; 0 if it has none.
+// class is the number of a chain in the data of Services and Pools.
 func (c ChainID) class() uint32 {
 	if i := slices.Index(sizedKinds[:], c.Kind); i >= 0 {
 		return uint32(firstSized+i*numSizes) + sizeClass(c.N)
@@ -101,31 +106,58 @@ func timeoutFor(seconds uint32) uint32 {
 	return seconds
 }
 
-// setPool sets the data of an element of Pools.
+// hasClass reports whether the data of a map is a class and a pool.
+func (s SetID) hasClass() bool { return s <= Pools }
+
+// setPool sets the data of an element of a map that has classes.
 func (e *Element) setPool(c ChainID, pool uint32) { e.setID(c.class()<<poolBits | pool) }
 
-// Leads gives the chain to which an element of a verdict map, of Pools or of Remember leads; NoChain if it is none of
-// ours.
+// Leads gives the chain to which an element of a verdict map, of a map with classes, or of Remember leads; NoChain if
+// it is none of ours.
 func (e *Element) Leads() ChainID {
 	switch {
 	case e.DataLen != 4:
 		return e.Chain
-	case e.Set == Pools:
-		return chainOfClass(e.PoolID() >> poolBits)
+	case e.Set.hasClass():
+		return chainOfClass(e.Number() >> poolBits)
 	case e.Set == Remember:
-		return ChainID{RememberFor, e.PoolID()}
+		return ChainID{RememberFor, e.Number()}
 	}
 	return ChainID{}
 }
 
-// leadingTo gives the elements of Picks and SplitPicks, or of Timeouts, that lead to a chain.
+// IsIndirect reports whether an element leads to another map of frontends, which has the pool.
+func (e *Element) IsIndirect() bool { return e.Leads().Kind == Split || e.Leads().Kind == Restrict }
+
+// InPools reports whether the class of an element's pool is in Pools.
+func (e *Element) InPools() bool { return e.Leads().Kind == SharedPool }
+
+// classes returns, for each pool to which the frontends of a table lead, one element that has its class: that of Pools,
+// or of a frontend.
+func classes(elements *[NumSets][]Element) (out []*Element) {
+	seen := map[uint32]bool{}
+	for _, set := range append(frontendSets[:], Pools) {
+		for i := range elements[set] {
+			e := &elements[set][i]
+			if id := e.PoolID(); !e.IsIndirect() && !e.InPools() && !seen[id] {
+				seen[id] = true
+				out = append(out, e)
+			}
+		}
+	}
+	return out
+}
+
+// leadingTo gives the elements of Picks and those like it, or of Timeouts, that lead to a chain.
 func leadingTo(c ChainID) (out []Element) {
-	sets, key := []SetID{Picks, SplitPicks}, c.class()<<poolBits
+	sets, key := []SetID{Picks, SplitPicks, PoolPicks}, c.class()<<poolBits
 	switch c.Kind {
 	case RememberFor:
 		sets, key = []SetID{Timeouts}, c.N
 	case Restrict, Split: // which lead to SplitPicks
 		sets = sets[:1]
+	case SharedPool: // which leads to PoolPicks
+		sets = sets[:2]
 	}
 	for _, set := range sets {
 		e := idElement(set, key)

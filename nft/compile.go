@@ -20,8 +20,6 @@ const (
 	failoverPool
 	scheduledCluster
 	scheduledLocal
-	// splitPools stands for the pools of frontends that have two.
-	splitPools
 	numPools
 	// sourcesOf is no pool: it names a Service's source ranges.
 	sourcesOf = numPools
@@ -72,7 +70,9 @@ type port struct {
 	timeout uint32
 	// sourceID is the id of the Service's source ranges; 0 if there are none.
 	sourceID uint32
-	pools    [numPools]pool
+	// crowded says that so many frontends lead to its pools that their classes are in Pools.
+	crowded bool
+	pools   [numPools]pool
 	// local are the addresses of endpoints on this node, sorted.
 	local     []netip.Addr
 	frontends []frontend
@@ -83,8 +83,8 @@ type pool struct {
 	// id identifies it in the kernel; 0 while it has none.
 	id   uint32
 	used bool
-	// verdict is the chain for a pool without a choice: NoEndpoints, NoLocalEndpoints, PassOn, LeftToIPVS, Split; NoChain
-	// means that nftables chooses an endpoint.
+	// verdict is the chain for a pool without a choice: NoEndpoints, NoLocalEndpoints, PassOn, LeftToIPVS; NoChain means
+	// that nftables chooses an endpoint.
 	verdict ChainKind
 	// hash says which hash of the client is its slot; NoHash means that the slot is random.
 	hash dataplane.Hash
@@ -159,6 +159,7 @@ func compilePort(sp *dataplane.ServicePort, limit int) *port {
 	for i := range sp.Frontends {
 		p.frontends[i] = compileFrontend(sp, &sp.Frontends[i])
 	}
+	p.crowded = len(p.frontends) > directFrontends
 	p.markUsed()
 	for i, from := range [numPools]*dataplane.Pool{sp.Cluster, sp.Local, failoverOf(sp), sp.Cluster, sp.Local} {
 		pl := &p.pools[i]
@@ -171,8 +172,6 @@ func compilePort(sp *dataplane.ServicePort, limit int) *port {
 		switch {
 		case !pl.used:
 			continue
-		case i == int(splitPools):
-			pl.verdict = Split
 		case i >= int(scheduledCluster):
 			pl.verdict = LeftToIPVS
 		case len(from.Endpoints) > 0:
@@ -250,9 +249,6 @@ func (p *port) markUsed() {
 		f := &p.frontends[i]
 		p.pools[f.inside].used = true
 		p.pools[f.outside].used = true
-		if f.inside != f.outside && !f.restricted {
-			p.pools[splitPools].used = true
-		}
 	}
 }
 
@@ -268,6 +264,9 @@ func (p *port) slotSet(i poolIndex) SetID {
 }
 
 func (p *port) memberSet() SetID { return StickyEndpoints.counted(p.counting.endpoints()) }
+
+// inPools reports whether a pool has an element of Pools.
+func (p *port) inPools(i poolIndex) bool { return p.crowded && p.pools[i].used }
 
 // poolElement returns the pool's element of Pools.
 func (p *port) poolElement(i poolIndex) Element {
@@ -294,6 +293,14 @@ func (p *port) chain(i poolIndex) ChainID {
 		c.N = roomFor(len(pl.slots))
 	}
 	return c
+}
+
+// frontendChain returns the chain to which the frontends of a pool lead.
+func (p *port) frontendChain(i poolIndex) ChainID {
+	if p.crowded {
+		return SharedPool.id()
+	}
+	return p.chain(i)
 }
 
 // pickKinds are the chains that choose, by the pool's hash, among endpoints with counters.
@@ -342,18 +349,21 @@ func (p *port) elements(f *frontend, out *[perFrontend]Element) []Element {
 		e.Comment = p.comment
 		list = append(list, e)
 	}
-	counted, first := p.counting.frontends(), p.pools[f.inside].id
+	lead := func(set SetID, c ChainID, id uint32) {
+		to(set.counted(p.counting.frontends()), c.class()<<poolBits|id)
+	}
+	first, id := p.frontendChain(f.inside), p.pools[f.inside].id
 	if f.indirect() {
-		to(InsideServices.counted(counted), first)
-		first = p.pools[splitPools].id
+		lead(InsideServices, first, id)
+		first = Split.id()
 	}
 	if f.outside != f.inside {
-		to(OutsideServices.counted(counted), p.pools[f.outside].id)
+		lead(OutsideServices, p.frontendChain(f.outside), p.pools[f.outside].id)
 	}
 	if f.restricted {
-		first = p.sourceID
+		first, id = Restrict.id(), p.sourceID
 	}
-	to(Services.counted(counted), first)
+	lead(Services, first, id)
 	switch f.masquerade {
 	case masqueradeEverybody:
 		to(ExternalServices, externalAll)
@@ -382,7 +392,8 @@ func (p *port) elements(f *frontend, out *[perFrontend]Element) []Element {
 // sameElements reports whether a frontend that is equal in two versions of a port has the same elements in both.
 func (p *port) sameElements(o *port) bool {
 	for i := range p.pools {
-		if x, y := &p.pools[i], &o.pools[i]; x.id != y.id || x.verdict != y.verdict {
+		x, y := &p.pools[i], &o.pools[i]
+		if x.id != y.id || x.verdict != y.verdict || p.frontendChain(poolIndex(i)) != o.frontendChain(poolIndex(i)) {
 			return false
 		}
 	}

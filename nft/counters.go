@@ -35,9 +35,6 @@ func FrontendKey(c *dataplane.FrontendCount) Element {
 	return frontendElement(set.counted(!c.Uncounted), c.Key)
 }
 
-// IsIndirect reports whether an element of Pools leads to another map of frontends, which has the pool.
-func (e *Element) IsIndirect() bool { return e.Leads().Kind == Split || e.Leads().Kind == Restrict }
-
 // FrontendSets returns the maps from frontends to pools.
 func FrontendSets() [6]SetID { return frontendSets }
 
@@ -60,12 +57,12 @@ func MemberKey(pool uint32, ep netip.AddrPort) Element {
 	return memberElement(StickyEndpoints, pool, ep)
 }
 
-// FrontendCount returns the count of an element of the maps of frontends, whose pool has the given element. It is not
-// ok if that element leads to no chain of a pool.
+// FrontendCount returns the count of an element of the maps of frontends. The class of its pool is in the given
+// element: itself, or one of Pools. It is not ok if that element leads to no chain of a pool.
 func (l *Listed) FrontendCount(pool *Element) (c dataplane.FrontendCount, ok bool) {
 	outside := l.Set == OutsideServices || l.Set == UncountedOutsideServices
 	c.Counted = dataplane.Counted{Key: l.FrontendKey(), Outside: outside}
-	c.Packets, c.Uncounted, c.Pool = l.Packets, !l.Counted, pool.ID()
+	c.Packets, c.Uncounted, c.Pool = l.Packets, !l.Counted, l.PoolID()
 	c.Indirect = l.Set != Services && l.Set != UncountedServices
 	switch pool.Leads().Kind {
 	case NoEndpoints:
@@ -118,8 +115,8 @@ func (m *Model) Fill() (out ipfamily.Per[Fill]) {
 // any.
 func Refuses(chain ChainKind, set string) (dataplane.Refusal, bool) {
 	switch {
-	case chain == FirstEndpoint, chain == UncountedFirstEndpoint, chain == Split, set == Services.String(),
-		set == UncountedServices.String():
+	case chain == FirstEndpoint, chain == UncountedFirstEndpoint, chain == Split, chain == SharedPool,
+		set == Services.String(), set == UncountedServices.String():
 		return dataplane.RefusedOvertaken, true
 	case chain == Restrict:
 		return dataplane.RefusedSourceRanges, true
@@ -133,7 +130,7 @@ func Refuses(chain ChainKind, set string) (dataplane.Refusal, bool) {
 
 // Refusing returns the chains whose rules turn packets away that no frontend counts as refused.
 func Refusing() []ChainKind {
-	return append(addressKinds[:], Restrict, Split, Unallocated, FirstEndpoint, UncountedFirstEndpoint)
+	return append(addressKinds[:], Restrict, Split, SharedPool, Unallocated, FirstEndpoint, UncountedFirstEndpoint)
 }
 
 // PoolIDs returns the pools of one family with session affinity, by the frontends that lead to them.

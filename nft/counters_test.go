@@ -85,9 +85,11 @@ func checkCount(t *testing.T, l *Listing, at dataplane.Counted, pool *dataplane.
 		if found == nil {
 			continue
 		}
-		pool := find(l.Elements[Pools], PoolKey(found.PoolID()))
-		if pool == nil {
-			t.Fatalf("%+v has no pool", at)
+		pool := found
+		if found.InPools() {
+			if pool = find(l.Elements[Pools], PoolKey(found.PoolID())); pool == nil {
+				t.Fatalf("%+v has no pool", at)
+			}
 		}
 		if !pool.IsIndirect() {
 			e, led = found, pool
@@ -119,6 +121,9 @@ func checkCount(t *testing.T, l *Listing, at dataplane.Counted, pool *dataplane.
 	var got []netip.AddrPort
 	for i, key := range led.SlotKeys(sp.Name.Protocol) {
 		slot := find(l.Elements[key.Set], key)
+		if n := led.Leads().N; slot == nil && n > exactSizes && uint32(i) > sizeOfClass(sizeClass(n)-1) {
+			break // it has fewer than the chain has room for
+		}
 		if slot == nil {
 			t.Fatalf("slot %d of %+v is not listed", i, at)
 		}
@@ -232,8 +237,8 @@ func scheduledAt(sp *dataplane.ServicePort, k dataplane.Key) *dataplane.Pool {
 func TestCountAtMost(t *testing.T) {
 	for n, most := range map[int]int{16: 16, 17: 20, 20: 20, 101: 112} {
 		l := List(stateOf(webService(), numbers(n)...))[0]
-		e, pool := &l.Elements[Services][0], &l.Elements[Pools][0].Element
-		c, ok := e.FrontendCount(pool)
+		e := &l.Elements[Services][0]
+		c, ok := e.FrontendCount(&e.Element)
 		if !ok || c.Endpoints != most || c.AtMost != (n > 16) {
 			t.Errorf("%d endpoints: %+v, %v; want %d", n, c, ok, most)
 		}

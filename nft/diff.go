@@ -229,8 +229,6 @@ func (p *planner) sources(f ipfamily.Family, name snapshot.Name, before, now sou
 	planned := p.planned
 	defer func() { p.planned += (rangeCost - 1) * (p.planned - planned) }()
 	element := func(id uint32, c netip.Prefix) Element { return sourcesElement(name, id, c) }
-	p.element(f, before.id != 0, now.id != 0, func() Element { return restrictElement(name, before.id) },
-		func() Element { return restrictElement(name, now.id) })
 	if before.id != now.id { // one of them is none
 		for _, c := range before.ranges {
 			p.del(f, element(before.id, c))
@@ -239,14 +237,6 @@ func (p *planner) sources(f ipfamily.Family, name snapshot.Name, before, now sou
 	}
 	prefixes(before.ranges, now.ranges, func(c netip.Prefix) { p.del(f, element(before.id, c)) },
 		func(c netip.Prefix) { p.add(f, element(now.id, c)) })
-}
-
-// restrictElement returns the element of Pools that leads to the check of source ranges.
-func restrictElement(name snapshot.Name, id uint32) Element {
-	e := idElement(Pools, id)
-	e.Comment = commentOf(name.String())
-	e.setPool(Restrict.id(), id)
-	return e
 }
 
 func sourcesElement(name snapshot.Name, id uint32, c netip.Prefix) Element {
@@ -285,7 +275,7 @@ func (p *planner) replace(f ipfamily.Family, before, now Element) {
 
 // countReference counts what leads to a numbered chain, and to the chain that one leads to.
 func (p *planner) countReference(f ipfamily.Family, e *Element, by int) {
-	if e.Set != Pools && e.Set != Remember {
+	if !e.Set.hasClass() && e.Set != Remember {
 		return
 	}
 	chains, before := p.m.tables[f].chains, p.chainsBefore[f]

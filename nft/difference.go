@@ -195,7 +195,7 @@ func (own owners) of(e *Element) string {
 // ChainsFor returns the numbered chains to which a table's elements lead, sorted.
 func ChainsFor(elements *[NumSets][]Element) []ChainID {
 	seen := map[ChainID]bool{}
-	for _, set := range [...]SetID{Pools, Remember} {
+	for _, set := range append(frontendSets[:], Pools, Remember) {
 		for i := range elements[set] {
 			for c := elements[set][i].Leads(); c.Kind > numFixedChains && !seen[c]; c = c.next() {
 				seen[c] = true
@@ -260,23 +260,44 @@ func (c *consistency) report(e *Element, format string, args ...any) {
 		Text: fmt.Sprintf("%s { %s }: ", s.Name(), e.Text(c.family, &s)) + fmt.Sprintf(format, args...)})
 }
 
-// checkFrontends checks that every frontend leads to a pool, and some frontend to every pool.
+// checkFrontends checks that every frontend leads to a pool, some frontend to every pool, and all of a pool to one
+// chain.
 func (c *consistency) checkFrontends() {
-	pools, led := map[uint32]bool{}, map[uint32]bool{}
+	pools, led, inside := map[uint32]bool{}, map[uint32]ChainID{}, map[elementKey]bool{}
 	for i := range c.elements[Pools] {
 		pools[c.elements[Pools][i].ID()] = true
+	}
+	for _, set := range [...]SetID{InsideServices, UncountedInsideServices} {
+		for i := range c.elements[set] {
+			inside[c.elements[set][i].identity()] = true
+		}
 	}
 	for _, set := range frontendSets {
 		for i := range c.elements[set] {
 			e := &c.elements[set][i]
-			if led[e.PoolID()] = true; !pools[e.PoolID()] {
+			id, leads := e.PoolID(), e.Leads()
+			first, known := led[id]
+			switch {
+			case e.IsIndirect():
+				if !inside[e.identity()] {
+					c.report(e, "%s does not have it", InsideServices)
+				}
+				continue
+			case leads == SharedPool.id() && !pools[id]:
 				c.report(e, "its pool is not there")
+			case known && first != leads:
+				c.report(e, "others of its pool lead to %s", first.Name())
 			}
+			led[id] = leads
 		}
 	}
 	for i := range c.elements[Pools] {
-		if e := &c.elements[Pools][i]; !led[e.ID()] && e.Leads().Kind != Restrict { // ranges come before what they restrict
+		e := &c.elements[Pools][i]
+		if led[e.ID()] != SharedPool.id() {
 			c.report(e, "no frontend leads there")
+		}
+		if e.InPools() || e.IsIndirect() {
+			c.report(e, notOurs)
 		}
 	}
 }
@@ -288,14 +309,14 @@ var frontendSets = [...]SetID{Services, UncountedServices, InsideServices, Uncou
 
 // checkPools checks the pools with their slots and members.
 func (c *consistency) checkPools() {
-	members := c.members()
+	members, pools := c.members(), classes(c.elements)
 	for _, set := range slotSets {
 		slots := c.slots(set)
-		for i := range c.elements[Pools] {
-			if e := &c.elements[Pools][i]; e.Leads().Kind < numFixedChains {
+		for _, e := range pools {
+			if e.Leads().Kind < numFixedChains {
 				c.checkVerdict(e, set)
 			} else if at, n := e.slots(); at == set {
-				c.checkSlots(e, n, slots[e.ID()], members[e.ID()])
+				c.checkSlots(e, n, slots[e.PoolID()], members[e.PoolID()])
 			}
 		}
 		for i := range c.elements[set] {
@@ -307,13 +328,15 @@ func (c *consistency) checkPools() {
 	}
 }
 
+const notOurs = "its verdict is none that Verdict writes there"
+
 // checkVerdict checks a pool without a choice.
 func (c *consistency) checkVerdict(e *Element, set SetID) {
 	switch e.Leads().Kind {
-	case NoEndpoints, NoLocalEndpoints, PassOn, LeftToIPVS, Restrict, Split:
+	case NoEndpoints, NoLocalEndpoints, PassOn, LeftToIPVS:
 	default:
 		if set == Endpoints { // once is enough
-			c.report(e, "its verdict is none that Verdict writes there")
+			c.report(e, notOurs)
 		}
 	}
 }

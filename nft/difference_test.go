@@ -26,8 +26,9 @@ func foundOf(st *dataplane.State, r *rand.Rand) (found ipfamily.Per[Found], tabl
 				found[i].Elements[set] = append(found[i].Elements[set], e.Element)
 			}
 		}
+		hashed := hashedPools(&found[i].Elements)
 		for _, set := range slotSets {
-			reslot(found[i].Elements[set], hashedPools(found[i].Elements[Pools]), r)
+			reslot(found[i].Elements[set], hashed, r)
 		}
 	}
 	return found, tables
@@ -150,7 +151,7 @@ func TestInconsistencies(t *testing.T) {
 	noticed := map[SetID]int{}
 	for seed := range uint64(40) {
 		r := rand.New(rand.NewPCG(seed, 5))
-		for _, set := range [...]SetID{Pools, Endpoints, UncountedEndpoints, StickyEndpoints} {
+		for _, set := range [...]SetID{Pools, InsideServices, Endpoints, UncountedEndpoints, StickyEndpoints} {
 			found, _ := foundOf(stateOfWorld(seed), r)
 			elements := found[0].Elements[set]
 			if len(elements) == 0 {
@@ -165,7 +166,7 @@ func TestInconsistencies(t *testing.T) {
 			noticed[set]++
 		}
 	}
-	if len(noticed) != 4 {
+	if len(noticed) != 5 {
 		t.Errorf("noticed %v", noticed)
 	}
 	var found ipfamily.Per[Found]

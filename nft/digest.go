@@ -60,12 +60,13 @@ func (e *Element) digest() Digest {
 		key, set = key[:len(key)-slotLen], Endpoints
 	case UncountedServices, UncountedOutsideServices, UncountedInsideServices, UncountedStickyEndpoints:
 		set--
-	case Picks, SplitPicks, Timeouts: // which follow from the chains in use
+	case Picks, SplitPicks, PoolPicks, Timeouts: // which follow from the chains in use
 		return Digest{}
 	}
 	chain, data := e.Chain, e.Data()
-	if set == Pools {
-		chain, data = e.Leads(), nil // the number is in the key
+	if set.hasClass() { // whether endpoints are counted does not matter
+		pool := idElement(set, e.PoolID())
+		chain, data = e.Leads(), pool.Key()
 	}
 	switch chain.Kind {
 	case UncountedPick, UncountedHash, UncountedHashPort:

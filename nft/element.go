@@ -33,6 +33,8 @@ type Element struct {
 	Chain ChainID
 	// Comment is shown by nft; empty means none.
 	Comment string
+	// KeepCount says of an element that replaces another that its counter goes on where the other's ends.
+	KeepCount bool
 }
 
 // maxComment is what the kernel takes as an element's comment, its final zero byte included; a longer one would make it
@@ -211,8 +213,11 @@ func (e *Element) ID() uint32 {
 	return binary.NativeEndian.Uint32(e.key[:4])
 }
 
-// PoolID gives the id that is the data of an element.
-func (e *Element) PoolID() uint32 { return binary.NativeEndian.Uint32(e.data[:4]) }
+// Number gives the number that is the data of an element.
+func (e *Element) Number() uint32 { return binary.NativeEndian.Uint32(e.data[:4]) }
+
+// PoolID gives the id of the pool that is in the data of an element.
+func (e *Element) PoolID() uint32 { return e.Number() & PoolMask }
 
 // Target gives the endpoint that is the data of an element.
 func (e *Element) Target() netip.AddrPort {

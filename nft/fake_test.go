@@ -122,9 +122,9 @@ func (t *fakeTable) incomplete() string {
 	for _, d := range Inconsistencies(&both) {
 		return d.Text
 	}
-	for _, e := range t.sets[Pools] {
+	for _, e := range slices.Concat(found.Elements[Services], found.Elements[UncountedServices]) {
 		if e.Leads().Kind == Restrict &&
-			!slices.ContainsFunc(found.Elements[SourceRanges], func(r Element) bool { return r.ID() == e.ID() }) {
+			!slices.ContainsFunc(found.Elements[SourceRanges], func(r Element) bool { return r.ID() == e.PoolID() }) {
 			return e.describe(t.family) + ": nobody may use it"
 		}
 	}
@@ -154,7 +154,11 @@ func (t *fakeTable) lines() []string {
 			out = append(out, "chain "+id.Name()+"\n"+text)
 		}
 	}
-	hashed := hashedPools(slices.Collect(maps.Values(t.sets[Pools])))
+	var all [NumSets][]Element
+	for set := range t.sets {
+		all[set] = slices.Collect(maps.Values(t.sets[set]))
+	}
+	hashed := hashedPools(&all)
 	for set := range t.sets {
 		for _, e := range t.sets[set] {
 			line := e.describe(t.family)
@@ -175,11 +179,11 @@ func (t *fakeTable) lines() []string {
 	return out
 }
 
-// hashedPools gives the pools in which a hash of the client chooses, by the elements of Pools.
-func hashedPools(pools []Element) map[uint32]bool {
+// hashedPools gives the pools in which a hash of the client chooses.
+func hashedPools(elements *[NumSets][]Element) map[uint32]bool {
 	out := map[uint32]bool{}
-	for i := range pools {
-		out[pools[i].ID()] = pools[i].Leads().Kind.isHash()
+	for _, e := range classes(elements) {
+		out[e.PoolID()] = e.Leads().Kind.isHash()
 	}
 	return out
 }

@@ -1,6 +1,7 @@
 package nft
 
 import (
+	"net/netip"
 	"slices"
 	"strconv"
 	"strings"
@@ -60,7 +61,7 @@ const (
 )
 
 // unhealthyElement returns the element of an unhealthy endpoint. A name that leaves no room for the rest gives way to
-// its bucket: the pool's own element has the name.
+// its bucket: the pool's slots have the name.
 func (p *port) unhealthyElement(i poolIndex, u *unhealthy) Element {
 	word := wordKept
 	switch {
@@ -96,9 +97,23 @@ func (e *Element) bucket() int {
 	return bucketFor(service)
 }
 
-// Health reads an element of UnhealthyEndpoints. Pool is the element of its pool, or nil if that is not there. It is
-// not ok if Verdict writes no such element.
-func (e *Element) Health(pool *Element) (h dataplane.EndpointHealth, ok bool) {
+// NamesBucket reports whether the comment of an element of UnhealthyEndpoints has no room for its service port. The
+// pool's slots have its name.
+func (e *Element) NamesBucket() bool { return strings.HasPrefix(e.Comment, bucketMark) }
+
+// FirstSlots returns the keys of a pool's first slot, for each map of slots.
+func FirstSlots(pool uint32) (keys [len(slotSets)][]Element) {
+	for i, set := range slotSets {
+		for _, proto := range protocols {
+			keys[i] = append(keys[i], slotElement(set, pool, proto, 0, netip.AddrPort{}))
+		}
+	}
+	return keys
+}
+
+// Health reads an element of UnhealthyEndpoints. Slot is one of its pool's, and is needed if the element NamesBucket.
+// It is not ok if Verdict writes no such element.
+func (e *Element) Health(slot *Element) (h dataplane.EndpointHealth, ok bool) {
 	parts := strings.Split(e.Comment, ", ")
 	if len(parts) != 3 {
 		return h, false
@@ -114,8 +129,8 @@ func (e *Element) Health(pool *Element) (h dataplane.EndpointHealth, ok bool) {
 		return h, false
 	}
 	name := parts[0]
-	if pool != nil {
-		name = pool.Comment
+	if slot != nil {
+		name = slot.Comment
 	}
 	var err error
 	h.Port, ok = dataplane.ParsePortName(name, snapshot.TCP)

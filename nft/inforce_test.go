@@ -45,7 +45,7 @@ func TestUnhealthyEndpoints(t *testing.T) {
 		}
 		var got []dataplane.EndpointHealth
 		for _, e := range found.Elements[UnhealthyEndpoints] {
-			h, ok := e.Health(&found.Elements[Pools][0])
+			h, ok := e.Health(&found.Elements[Endpoints][0])
 			if len(e.Comment) >= maxComment || !ok {
 				t.Errorf("comment %q", e.Comment)
 			}
@@ -58,9 +58,9 @@ func TestUnhealthyEndpoints(t *testing.T) {
 		var want []dataplane.EndpointHealth
 		for i, u := range []snapshot.Unhealthy{pool.Ejected[0], pool.Kept[0]} {
 			u.Since = u.Since.Truncate(time.Second)
-			// Of the longest names, the pool has no port either.
+			// Of the longest names, the slot has no port either.
 			port, _ := dataplane.ParsePortName(commentOf(name.String()+":a"), snapshot.TCP)
-			want = append(want, dataplane.EndpointHealth{Port: port, Pool: found.Elements[Pools][0].ID(), Unhealthy: u,
+			want = append(want, dataplane.EndpointHealth{Port: port, Pool: found.Elements[Endpoints][0].ID(), Unhealthy: u,
 				Ejected: i == 0})
 		}
 		slices.SortFunc(want, func(a, b dataplane.EndpointHealth) int { return a.Endpoint.Compare(b.Endpoint) })

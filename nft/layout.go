@@ -30,6 +30,7 @@ const (
 	Pools
 	Picks
 	SplitPicks
+	PoolPicks
 	Endpoints
 	UncountedEndpoints
 	Addresses
@@ -66,7 +67,7 @@ const (
 
 var setNames = [...]string{
 	"services", "uncounted-services", "outside-services", "uncounted-outside-services", "inside-services",
-	"uncounted-inside-services", "pools", "picks", "split-picks", "endpoints", "uncounted-endpoints",
+	"uncounted-inside-services", "pools", "picks", "split-picks", "pool-picks", "endpoints", "uncounted-endpoints",
 	"addresses", "kinds", "source-kinds", "sources", "source-ranges", "service-cidrs", "external-services",
 	"hairpin", "remember", "timeouts", "sticky-services", "outside-sticky-services", "sticky-endpoints",
 	"uncounted-sticky-endpoints", "affinity", "scheduled", "revision", "digests", "retry-services",
@@ -129,6 +130,7 @@ const (
 	Postrouting
 	Restrict
 	Split
+	SharedPool
 	ClusterIP
 	SilentClusterIP
 	LoadBalancer
@@ -184,8 +186,9 @@ func (k ChainKind) isSticky() bool { return k == StickyPick || k == StickyHash }
 func (k ChainKind) isHash() bool { return k >= PickHash }
 
 var chainNames = [...]string{
-	"", "guard-loopback", "prerouting", "output", "input", "postrouting", "restrict", "split", "cluster-ip",
-	"silent-cluster-ip", "load-balancer", "silent-load-balancer", "pingable-address", "other-address", "unallocated",
+	"", "guard-loopback", "prerouting", "output", "input", "postrouting", "restrict", "split", "shared-pool",
+	"cluster-ip", "silent-cluster-ip", "load-balancer", "silent-load-balancer", "pingable-address", "other-address",
+	"unallocated",
 	"no-endpoints", "no-local-endpoints", "affinity-lookup", "remember-affinity", "sticky-pool", "translated",
 	"from-cluster-ip", "from-external", "from-both", "from-sticky-cluster-ip", "from-sticky-external",
 	"from-sticky-both", "masquerade-cluster-ip", "masquerade-all", "masquerade-node", "left-to-ipvs", "pass-on",
@@ -325,15 +328,16 @@ func serviceSets() []Set {
 	}
 	slot := []Field{Priority, L4Proto, RandomSlot}
 	return []Set{
-		frontends(Services, true, "address . protocol . port of each Service : pool"),
+		frontends(Services, true, "address . protocol . port of each Service : class and pool"),
 		frontends(UncountedServices, false, beyond),
-		frontends(OutsideServices, true, "externalTrafficPolicy Local: the pool of clients from outside"),
+		frontends(OutsideServices, true, "externalTrafficPolicy Local: the same for clients from outside"),
 		frontends(UncountedOutsideServices, false, beyond),
-		frontends(InsideServices, true, "frontends that lead to split or restrict: the pool of all others"),
+		frontends(InsideServices, true, "frontends that lead to split or restrict: the same for all others"),
 		frontends(UncountedInsideServices, false, beyond),
-		numberSet(Pools, "pool : the same number, above it the class of what to do"),
+		numberSet(Pools, "pools of many frontends : class and pool"),
 		verdictSet(Picks, "class : what to do"),
-		verdictSet(SplitPicks, "the same, for split, which leads to all but itself"),
+		verdictSet(SplitPicks, "the same, for split, which leads to all but itself and restrict"),
+		verdictSet(PoolPicks, "the same, for shared-pool, which leads to chains of pools"),
 		{ID: Endpoints, Key: slot, Data: target, Counter: true, Comment: "slot n of each pool: one endpoint"},
 		{ID: UncountedEndpoints, Key: slot, Data: target,
 			Comment: "the same: counted in sticky-endpoints, or beyond the budget for counters"},
@@ -420,7 +424,7 @@ func layout(f ipfamily.Family, s Structure) Table {
 		Chain{ID: MasqueradeAll.id(), Comment: "externalTrafficPolicy Cluster",
 			Rules: []Rule{{ClearPriority{}}, {Masquerade{}}}},
 		masqueradeFromNode(s),
-		split(s), restrict(), unallocated())
+		split(s), restrict(), sharedPool(), unallocated())
 	for _, k := range addressKinds {
 		t.Chains = append(t.Chains, unusedPorts(s, k))
 	}
@@ -474,10 +478,9 @@ func guardLoopback() Chain {
 		}}
 }
 
-// dispatch finds the pool of a frontend in a map, and does what is to be done for the pool.
+// dispatch finds the class and pool of a frontend in a map, and does what is to be done for the class.
 func dispatch(m, picks SetID) Rule {
-	return Rule{SetPriority{Key: toFrontend, Map: m}, SetPriority{Key: wholeKey, Map: Pools},
-		VerdictMap{Key: classKey, Map: picks}}
+	return Rule{SetPriority{Key: toFrontend, Map: m}, VerdictMap{Key: classKey, Map: picks}}
 }
 
 // withUncounted returns a map and, if it is used, its uncounted twin.
@@ -506,6 +509,15 @@ func restrict() Chain {
 		{StripClass{}},
 		{SetLookup{Key: Concat{Fields: []Field{Priority, SourceAddr}}, Not: true, Set: SourceRanges}, Counter{}, Drop{}},
 		{Goto{Split.id()}},
+	}}
+}
+
+// sharedPool finds the class of a pool that has many frontends. Without any, it has been overtaken by a change: the
+// client sends the packet again.
+func sharedPool() Chain {
+	return Chain{ID: SharedPool.id(), Comment: "pools of many frontends", Rules: []Rule{
+		{SetPriority{Key: wholeKey, Map: Pools}, VerdictMap{Key: classKey, Map: PoolPicks}},
+		{Counter{}, Drop{}},
 	}}
 }
 

@@ -371,7 +371,7 @@ func (p *planner) reserve(s *dataplane.State, limit int) {
 	for i := range ipfamily.All {
 		room := func(n int) []Element { return make([]Element, 0, n*min(limit, all)/max(all, 1)+n/64) }
 		add := &p.txn.Tables[i].Add
-		add[Services], add[Pools], add[Addresses] = room(frontends[i]), room(frontends[i]), room(frontends[i])
+		add[Services], add[Addresses] = room(frontends[i]), room(frontends[i])
 		add[Endpoints] = room(endpoints[i])
 	}
 }

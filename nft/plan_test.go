@@ -235,8 +235,8 @@ func TestOneEndpointIsOneSlot(t *testing.T) {
 		{"the last gone", many(10), without(10, 10), 0, 1, 1},
 		{"one for another", many(100), append(without(100, 7), 200), 0, 1, 0},
 		{"nothing", many(100), many(100), 0, 0, 0},
-		{"the first comes", nil, many(1), 1, 2, 0},
-		{"the last goes", many(1), nil, 0, 2, 1},
+		{"the first comes", nil, many(1), 1, 1, 0},
+		{"the last goes", many(1), nil, 0, 1, 1},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			var m Model
@@ -315,8 +315,8 @@ func TestPoolsPart(t *testing.T) {
 	m.Plan(state("node-1", "node-1"), dataplane.Change{}, 0)
 	for _, nodes := range [][]string{{"node-1", "node-1", "node-2"}, {"node-1", "node-1"}} {
 		m.Plan(state(nodes...), change, 0)
-		for id, name := range m.pools {
-			if name.pool != splitPools && !m.Remembers(ipfamily.IPv4, affinityElement(id, "10.244.1.2:8080")) {
+		for id := range m.pools {
+			if !m.Remembers(ipfamily.IPv4, affinityElement(id, "10.244.1.2:8080")) {
 				t.Errorf("%v: pool %x forgets an endpoint that stays", nodes, id)
 			}
 		}

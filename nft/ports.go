@@ -81,7 +81,7 @@ func (p *planner) port(before, now *port) {
 // pool plans the change of a pool.
 func (p *planner) pool(f ipfamily.Family, old, want *port, i poolIndex) {
 	op, wp := &old.pools[i], &want.pools[i]
-	p.element(f, op.used, wp.used, func() Element { return old.poolElement(i) },
+	p.element(f, old.inPools(i), want.inPools(i), func() Element { return old.poolElement(i) },
 		func() Element { return want.poolElement(i) })
 	p.element(f, old.sticky(i), want.sticky(i),
 		func() Element { return old.rememberElement(i) }, func() Element { return want.rememberElement(i) })
@@ -237,7 +237,9 @@ func (p *planner) frontend(f ipfamily.Family, old *port, of *frontend, want *por
 			p.del(f, before[i])
 			continue
 		}
-		if met[n] = true; !before[i].same(&now[n]) || restartsCounter(&before[i], old, of, want, wf) {
+		restart := restartsCounter(&before[i], old, of, want, wf)
+		if met[n] = true; restart || !before[i].same(&now[n]) {
+			now[n].KeepCount = !restart && SetByID(now[n].Set).Counter
 			p.replace(f, before[i], now[n])
 		}
 	}

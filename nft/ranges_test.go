@@ -76,7 +76,7 @@ func TestRangesAreBounded(t *testing.T) {
 				t.Fatal(err)
 			}
 			restricted := false
-			for _, e := range kernel[0].sets[Pools] {
+			for _, e := range kernel[0].sets[Services] {
 				restricted = restricted || e.Leads().Kind == Restrict
 			}
 			if ranges := len(kernel[0].sets[SourceRanges]); restricted && ranges == 0 || parts > most {

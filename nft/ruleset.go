@@ -250,15 +250,16 @@ type PriorityIs struct {
 }
 
 func (s PriorityIs) text(ipfamily.Family) string {
-	text := classID(s.Value)
-	if s.Value == 0 {
-		text = "none"
-	}
-	return "meta priority " + notEqual(s.Not) + text
+	return "meta priority " + notEqual(s.Not) + classID(s.Value)
 }
 
 // classID writes a priority as nft does.
-func classID(v uint32) string { return fmt.Sprintf("%x:%x", v>>16, v&0xffff) }
+func classID(v uint32) string {
+	if v == 0 {
+		return "none"
+	}
+	return fmt.Sprintf("%x:%x", v>>16, v&0xffff)
+}
 
 // Accept ends the base chain: the packet goes on to the next hook.
 type Accept struct{}

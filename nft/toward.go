@@ -103,7 +103,8 @@ func (t *transition) port(old, want *port) *port {
 	if len(next.frontends) == 0 {
 		return nil
 	}
-	if changes {
+	if changes { // otherwise all frontends stay as they are, since no element may change twice in a transaction
+		next.crowded = len(next.frontends) > directFrontends
 		next.timeout, next.counting, next.local, next.pools = want.timeout, want.counting, want.local, want.pools
 		for i := range next.pools {
 			switch {

@@ -1,7 +1,6 @@
 package nft
 
 import (
-	"encoding/binary"
 	"fmt"
 	"net/netip"
 	"slices"
@@ -354,7 +353,7 @@ func (w *tracer) lookupStatement(st Statement, s *packetState, at int) (verdict,
 		if err != nil || len(found) == 0 {
 			return verdict{code: verdictBreak}, err
 		}
-		s.priority = binary.NativeEndian.Uint32(found[0].data[:])
+		s.priority = found[0].Number()
 		return verdict{}, nil
 	case Update:
 		if s.end != nil && st.Map == Affinity {
@@ -558,7 +557,7 @@ func (w *Walk) Cause() dataplane.Cause {
 			return dataplane.NoLocalEndpoints
 		case Restrict:
 			return dataplane.SourceRefused
-		case Split: // a frontend of which the pool is gone
+		case Split, SharedPool: // a frontend of which the pool is gone
 			return dataplane.FrontendFound
 		case Unallocated:
 			return dataplane.Unallocated
@@ -581,15 +580,16 @@ func (r Rule) looksUp(set SetID) bool {
 	})
 }
 
-// Frontend gives the element that led the packet to its pool, and that of the pool.
+// Frontend gives the element that led the packet to its pool, and the one that has the pool's class: the same, or that
+// of Pools.
 func (w *Walk) Frontend() (e, pool Listed, ok bool) {
 	for _, s := range w.Steps {
 		for _, l := range s.Found {
-			switch {
-			case slices.Contains(frontendSets[:], l.Set):
+			if slices.Contains(frontendSets[:], l.Set) {
 				e = l
-			case l.Set == Pools:
-				pool, ok = l, true
+			}
+			if l.Set.hasClass() {
+				pool, ok = l, ok || !l.InPools()
 			}
 		}
 	}

@@ -206,13 +206,10 @@ func TestWalkForeign(t *testing.T) {
 		Interface: "eth0"}
 	list := Listing{Table: table}
 	e := frontendElement(Services, dataplane.Key{Addr: p.Destination, Protocol: p.Protocol, Port: p.Port})
-	e.setID(7)
-	pool := idElement(Pools, 7)
-	pool.setPool(NoEndpoints.id(), 7)
+	e.setPool(NoEndpoints.id(), 7)
 	foreign := leadingTo(NoEndpoints.id())[0]
 	foreign.Chain = ChainID{}
-	list.Elements[Services], list.Elements[Pools] = []Listed{{Element: e}}, []Listed{{Element: pool}}
-	list.Elements[Picks] = []Listed{{Element: foreign}}
+	list.Elements[Services], list.Elements[Picks] = []Listed{{Element: e}}, []Listed{{Element: foreign}}
 	walk, err := WalkTable(&table, &list, p, Host{})
 	if err != nil || len(walk.Unclear) != 2 || walk.Trace(ipfamily.IPv4).Outcome() != "untouched" {
 		t.Errorf("%v %q %s", err, walk.Unclear, walk.Trace(ipfamily.IPv4).Outcome())

@@ -461,6 +461,7 @@ func (b *Backend) commit(txn *nft.Txn, r *dataplane.Receipt) error {
 // write writes one part of a transaction, and tells whoever listens.
 func (b *Backend) write(txn *nft.Txn, r *dataplane.Receipt) error {
 	start := time.Now()
+	b.batch.counts = b.reader.countsToKeep(txn)
 	bytes := b.batch.encode(txn)
 	r.Encode += time.Since(start)
 	r.Bytes, r.Messages = r.Bytes+len(bytes), r.Messages+b.batch.Count()

@@ -87,12 +87,14 @@ func (c *Counters) AllFrontends(do func(dataplane.FrontendCount)) error {
 	return nil
 }
 
-// count gives what was counted at a frontend whose pool was read, too.
+// count gives what was counted at a frontend. Its pool was read, too, if that is InPools.
 func count(l *nft.Listed, pools map[uint32]nft.Element, do func(dataplane.FrontendCount)) {
-	if pool, ok := pools[l.PoolID()]; ok {
-		if count, ok := l.FrontendCount(&pool); ok {
-			do(count)
-		}
+	pool := l.Element
+	if l.InPools() {
+		pool = pools[l.PoolID()]
+	}
+	if count, ok := l.FrontendCount(&pool); ok {
+		do(count)
 	}
 }
 
@@ -149,7 +151,7 @@ func (c *Counters) Frontends(at []dataplane.Counted, do func(dataplane.FrontendC
 			}
 			for i := range found {
 				there[string(found[i].Key())] = true
-				if pool := pools[found[i].PoolID()]; pool.IsIndirect() {
+				if found[i].IsIndirect() {
 					indirect[string(found[i].Key())] = true
 				}
 				count(&found[i], pools, do)
@@ -159,7 +161,7 @@ func (c *Counters) Frontends(at []dataplane.Counted, do func(dataplane.FrontendC
 	return nil
 }
 
-// frontends reads some elements of a map of frontends, and those of their pools that were not read before.
+// frontends reads some elements of a map of frontends, and their elements of Pools that were not read before.
 func (c *Counters) frontends(f ipfamily.Family, keys []nft.Element, pools map[uint32]nft.Element) (
 	found []nft.Listed, err error,
 ) {
@@ -169,7 +171,7 @@ func (c *Counters) frontends(f ipfamily.Family, keys []nft.Element, pools map[ui
 	var ids []nft.Element
 	for i := range found {
 		id := found[i].PoolID()
-		if _, asked := pools[id]; !asked {
+		if _, asked := pools[id]; found[i].InPools() && !asked {
 			pools[id] = nft.Element{}
 			ids = append(ids, nft.PoolKey(id))
 		}

@@ -225,6 +225,34 @@ func TestCountersCount(t *testing.T) {
 	}
 }
 
+// TestCountsGoOn: when an endpoint comes or goes, the frontends' elements are replaced and go on counting. With the
+// first endpoint they count anew, as refused packets are no connections; what the port's last endpoints served stays.
+func TestCountsGoOn(t *testing.T) {
+	none, two := endpointState{"none", nil, nil}, endpointState{"two", []condition{ready, ready}, nil}
+	c, b, s, st := one(t, none, asIs)
+	counters, to := openCounters(t, c.Node), s.frontendOf(c, dataplane.ClusterIP, ipfamily.IPv4)
+	counted := func() uint64 {
+		return countAll(t, counters, st).frontends[dataplane.Counted{Key: dataplane.Key{
+			Addr: to.Addr(), Protocol: snapshot.TCP, Port: to.Port()}}].Packets
+	}
+	change := dataplane.Change{Services: []snapshot.Name{s.name()}}
+	for _, step := range []struct {
+		state  endpointState
+		answer lab.Outcome
+		want   uint64
+	}{{none, lab.Refused, 3}, {two, lab.Answered, 3}, {both, lab.Answered, 6}, {two, lab.Answered, 9},
+		{none, lab.Refused, 3}} {
+		s.state = step.state
+		st = oneState(c, s, asIs)
+		_, err := b.ApplyAll(st, change)
+		labtest.Check(t, err)
+		connections(t, c.Pods[2], to, 3, step.answer)
+		if n := counted(); n != step.want {
+			t.Errorf("endpoints %s: %d connections are counted, want %d", step.state.name, n, step.want)
+		}
+	}
+}
+
 // expectCounts compares what was counted at frontends, and that it adds up at the endpoints.
 func expectCounts(t *testing.T, got counts, sticky bool, want map[string]uint64) {
 	t.Helper()

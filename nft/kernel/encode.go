@@ -49,6 +49,8 @@ type batch struct {
 	// unfinished leaves out the end, without which the kernel takes nothing; single gives each new element a message of
 	// its own, so that the kernel says of each what it thinks.
 	unfinished, single bool
+	// counts are the counts that new elements begin with.
+	counts map[countKey]nft.Listed
 	// chains caches the bytes of verdicts that lead to a chain.
 	chains map[nft.ChainID][]byte
 }
@@ -375,6 +377,9 @@ func (b *batch) element(f ipfamily.Family, e *nft.Element, whole bool) {
 		} else if data := e.Data(); len(data) > 0 {
 			b.value(unix.NFTA_SET_ELEM_DATA, data)
 		}
+		if e.KeepCount {
+			b.count(f, e)
+		}
 		if e.Comment != "" {
 			u := b.Open(unix.NFTA_SET_ELEM_USERDATA)
 			b.Append(udataComment, byte(len(e.Comment)+1))
@@ -383,6 +388,14 @@ func (b *batch) element(f ipfamily.Family, e *nft.Element, whole bool) {
 		}
 	}
 	b.Close(start)
+}
+
+// count writes the count with which an element begins.
+func (b *batch) count(f ipfamily.Family, e *nft.Element) {
+	if l, ok := b.counts[countKeyOf(f, e)]; ok {
+		b.Attr(unix.NFTA_SET_ELEM_EXPR|unix.NLA_F_NESTED,
+			marshal(f, &expr.Counter{Packets: l.Packets, Bytes: l.Bytes})...)
+	}
 }
 
 // rangeEnd writes the element that ends a range of a tree: the first key after it. A range up to the last address has

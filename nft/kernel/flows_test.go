@@ -98,6 +98,9 @@ func (s flowService) delta(c *lab.Cluster) snapshot.Delta {
 		svc.ClusterIPs = append(svc.ClusterIPs, lab.Nth(lab.ServiceRange[i], s.number))
 		svc.LoadBalancerIPs = append(svc.LoadBalancerIPs, lab.Nth(lab.ExternalRange[i], s.number))
 		svc.ExternalIPs = append(svc.ExternalIPs, lab.Nth(lab.ExternalRange[i], 100+s.number))
+		if s.number%2 == 0 { // more frontends than have the class of their pool themselves
+			svc.ExternalIPs = append(svc.ExternalIPs, lab.Nth(lab.ExternalRange[i], 200+s.number))
+		}
 	}
 	d := snapshot.Delta{
 		Services: map[snapshot.Name]*snapshot.Service{svc.Name: svc},

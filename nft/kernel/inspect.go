@@ -1,7 +1,6 @@
 package kernel
 
 import (
-	"bytes"
 	"cmp"
 	"context"
 	"fmt"
@@ -91,22 +90,21 @@ func healthIn(from Tables, f ipfamily.Family) (out []dataplane.EndpointHealth, e
 	if err != nil || len(listed) == 0 {
 		return nil, err
 	}
-	var keys []nft.Element
+	slots := map[uint32]*nft.Element{}
 	for i := range listed {
-		keys = append(keys, nft.PoolKey(listed[i].ID()))
-	}
-	slices.SortFunc(keys, func(a, b nft.Element) int { return bytes.Compare(a.Key(), b.Key()) })
-	keys = slices.CompactFunc(keys, func(a, b nft.Element) bool { return a.ID() == b.ID() })
-	found, err := from.Get(f, nft.Pools, keys)
-	if err != nil {
-		return nil, err
-	}
-	pools := map[uint32]*nft.Element{}
-	for i := range found {
-		pools[found[i].ID()] = &found[i].Element
-	}
-	for i := range listed {
-		if h, ok := listed[i].Health(pools[listed[i].ID()]); ok {
+		id := listed[i].ID()
+		if listed[i].NamesBucket() && slots[id] == nil {
+			for _, keys := range nft.FirstSlots(id) {
+				found, err := from.Get(f, keys[0].Set, keys)
+				if err != nil {
+					return nil, err
+				}
+				if len(found) > 0 {
+					slots[id] = &found[0].Element
+				}
+			}
+		}
+		if h, ok := listed[i].Health(slots[id]); ok {
 			out = append(out, h)
 		}
 	}
@@ -166,7 +164,7 @@ func traceOnce(from tables, f ipfamily.Family, p dataplane.Packet, node dataplan
 		return t, err
 	}
 	t.Unhealthy, err = healthIn(from, f)
-	t.Unhealthy = slices.DeleteFunc(t.Unhealthy, func(h dataplane.EndpointHealth) bool { return h.Pool != pool.ID() })
+	t.Unhealthy = slices.DeleteFunc(t.Unhealthy, func(h dataplane.EndpointHealth) bool { return h.Pool != pool.PoolID() })
 	return t, err
 }
 

@@ -108,12 +108,12 @@ func (r *counterReading) named(f ipfamily.Family, of []dataplane.FrontendCount) 
 	return nil
 }
 
-// pools reads the pools that frontends lead to, each once.
+// pools reads the elements of Pools that frontends lead to, each once.
 func (r *counterReading) pools(f ipfamily.Family, frontends []nft.Listed) ([]nft.Listed, error) {
 	var keys []nft.Element
 	asked := map[uint32]bool{}
 	for i := range frontends {
-		if id := frontends[i].PoolID(); !asked[id] {
+		if id := frontends[i].PoolID(); frontends[i].InPools() && !asked[id] {
 			asked[id] = true
 			keys = append(keys, nft.PoolKey(id))
 		}
@@ -125,19 +125,19 @@ func (r *counterReading) pools(f ipfamily.Family, frontends []nft.Listed) ([]nft
 	return r.from.Get(f, nft.Pools, keys)
 }
 
-// add answers with frontends whose pools were read. One whose pool is not there is shown without endpoints.
+// add answers with frontends, given their elements of Pools. One whose pool is not there is shown without endpoints.
 func (r *counterReading) add(frontends, pools []nft.Listed) {
 	byID := make(map[uint32]*nft.Element, len(pools))
 	for i := range pools {
 		byID[pools[i].ID()] = &pools[i].Element
 	}
 	for i := range frontends {
-		l, pool := &frontends[i], &nft.Element{}
-		if there := byID[l.PoolID()]; there != nil {
-			pool = there
-		}
-		if pool.IsIndirect() {
+		l, pool := &frontends[i], &frontends[i].Element
+		if l.IsIndirect() {
 			continue
+		}
+		if there := byID[l.PoolID()]; there != nil && l.InPools() {
+			pool = there
 		}
 		c := dataplane.NamedCount{}
 		c.FrontendCount, _ = l.FrontendCount(pool)
@@ -173,11 +173,19 @@ func (r *counterReading) endpoints(f ipfamily.Family, of []dataplane.FrontendCou
 }
 
 func (r *counterReading) poolEndpoints(f ipfamily.Family, fe *dataplane.FrontendCount) error {
-	pools, err := r.from.Get(f, nft.Pools, []nft.Element{nft.PoolKey(fe.Pool)})
-	if err != nil || len(pools) == 0 {
+	key := nft.FrontendKey(fe)
+	found, err := r.from.Get(f, key.Set, []nft.Element{key})
+	if err != nil {
 		return err
 	}
-	ask := pools[0].SlotKeys(fe.Key.Protocol)
+	pools, err := r.pools(f, found)
+	if err != nil {
+		return err
+	}
+	if found = append(found, pools...); len(found) == 0 {
+		return nil
+	}
+	ask := found[len(found)-1].SlotKeys(fe.Key.Protocol)
 	if len(ask) == 0 {
 		return nil
 	}

@@ -103,6 +103,12 @@ func serviceDelta(random *rand.Rand, i int, affinity bool) snapshot.Delta {
 		svc.SourceRanges = []netip.Prefix{netip.MustParsePrefix("198.51.100.0/25"), netip.MustParsePrefix("0.0.0.0/1"),
 			netip.MustParsePrefix("2001:db8:1::/48")}
 	}
+	if i%5 == 4 { // more frontends than have the class of their pool themselves
+		for k := range 5 {
+			svc.ExternalIPs = append(svc.ExternalIPs, lab.Nth(lab.ExternalRange[0], 100+5*i+k),
+				lab.Nth(lab.ExternalRange[1], 100+5*i+k))
+		}
+	}
 	d := snapshot.Delta{Services: map[snapshot.Name]*snapshot.Service{n: svc}, Slices: map[snapshot.Name]*snapshot.Slice{}}
 	for part, pods := range []netip.Prefix{lab.NodePodRange[0], lab.NodePodRange[1]} {
 		sl := &snapshot.Slice{
@@ -359,7 +365,7 @@ func TestRefusalNamesTheObject(t *testing.T) {
 	apply(t, b, st)
 	var m nft.Model
 	txn := m.Plan(st, dataplane.Change{}, 0)
-	services := txn.Tables[0].Add[nft.Pools]
+	services := txn.Tables[0].Add[nft.Services]
 	txn.Tables[0].Create = nil
 	txn.Tables[0].AddChains = nil
 	txn.Tables[1] = nft.TableTxn{}
@@ -368,14 +374,14 @@ func TestRefusalNamesTheObject(t *testing.T) {
 	}
 	// The last of three is there already and leads somewhere else; the other two are there as they are, which is no error.
 	data := slices.Clone(services[2].Data())
-	data[2] ^= 0x10 // of its class
-	services[2], _ = nft.ElementFrom(ipfamily.IPv4, nft.Pools, services[2].Key(), nil, data, "", services[2].Comment)
-	txn.Tables[0].Add[nft.Pools] = services[:3]
+	data[2] ^= 0x10
+	services[2], _ = nft.ElementFrom(ipfamily.IPv4, nft.Services, services[2].Key(), nil, data, "", services[2].Comment)
+	txn.Tables[0].Add[nft.Services] = services[:3]
 	err := b.send(b.batch.encode(txn))
-	set := nft.SetByID(nft.Pools)
-	want := "nft: ip verdict: add element pools { " + services[2].Text(ipfamily.IPv4, &set) + " }: file exists"
+	set := nft.SetByID(nft.Services)
+	want := "nft: ip verdict: add element services { " + services[2].Text(ipfamily.IPv4, &set) + " }: file exists"
 	if linuxBefore(t, 6, 1) { // it says only which message
-		want = "nft: ip verdict: add element pools { " + services[0].Text(
+		want = "nft: ip verdict: add element services { " + services[0].Text(
 			ipfamily.IPv4,
 			&set,
 		) + " } or one of the 2 after it: file exists"
@@ -437,8 +443,8 @@ func TestForgetAffinity(t *testing.T) {
 	apply(t, b, sticky("10.244.1.1", "10.244.1.2"))
 	l, err := b.List()
 	labtest.Check(t, err)
-	set := nft.SetByID(nft.Services)
-	_, id, _ := strings.Cut(l[0].Elements[nft.Services][0].Element.Text(ipfamily.IPv4, &set), " : ")
+	pool := l[0].Elements[nft.Services][0].PoolID()
+	id := fmt.Sprintf("%x:%x", pool>>16, pool&0xffff)
 	var entries []string
 	for i := 1; i <= 200; i++ {
 		entries = append(entries, fmt.Sprintf("%s . %d timeout 1h : 10.244.1.%d . 8080", id, i, 1+i%2))

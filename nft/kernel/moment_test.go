@@ -68,7 +68,7 @@ func TestOvertakenPacketsCount(t *testing.T) {
 	if before != 0 {
 		t.Errorf("%d packets are counted although nothing has changed", before)
 	}
-	for _, gone := range []nft.SetID{nft.Endpoints, nft.Pools} {
+	for _, gone := range []nft.SetID{nft.Endpoints, nft.Picks} {
 		labtest.Run(t, c.Node, "", "nft", "flush", "map", "ip", "verdict", gone.String())
 		connections(t, c.Pods[2], to, 1, lab.TimedOut)
 		now := countAll(t, counters, st).refused[dataplane.RefusedOvertaken]

@@ -34,17 +34,18 @@ func listedRanges(n int) (set nft.Set, listed []nft.Listed, want []nft.Element) 
 	return set, listed, want
 }
 
-// TestSameRanges: a range that is gone is named, and to compare ten times as many takes about ten times as long.
-func TestSameRanges(t *testing.T) {
+// TestSameElements: a range that is gone is named, and to compare ten times as many takes about ten times as long.
+func TestSameElements(t *testing.T) {
 	set, listed, want := listedRanges(100)
 	if len(want) < 100 {
 		t.Fatalf("%d ranges", len(want))
 	}
-	if found := sameRanges(ipfamily.IPv4, &set, listed, want); found != nil {
+	if found := sameElements(ipfamily.IPv4, &set, listed, want); found != nil {
 		t.Errorf("all are there: %v", found)
 	}
 	listed[3].Bits--
-	if found := sameRanges(ipfamily.IPv4, &set, listed, want); len(found) != 1 || !strings.Contains(found[0], "is gone") {
+	found := sameElements(ipfamily.IPv4, &set, listed, want)
+	if len(found) != 1 || !strings.Contains(found[0], "is gone") {
 		t.Errorf("one is wider: %v", found)
 	}
 	least := func(n int) time.Duration {
@@ -52,7 +53,7 @@ func TestSameRanges(t *testing.T) {
 		best := time.Hour
 		for range 5 {
 			begin := time.Now()
-			sameRanges(ipfamily.IPv4, &set, listed, want)
+			sameElements(ipfamily.IPv4, &set, listed, want)
 			best = min(best, time.Since(begin))
 		}
 		return best

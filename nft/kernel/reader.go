@@ -294,7 +294,8 @@ func (r *Reader) piece(family int, frontends []nft.Element, c *Contents) error {
 	return nil
 }
 
-// readPiece reads some frontends, with their pools, slots and members, by their keys.
+// readPiece reads some frontends, with what split and restrict find for them, their pools, slots and members, by their
+// keys.
 func (r *Reader) readPiece(f ipfamily.Family, frontends []nft.Element, found *nft.Found) error {
 	read := func(keys []nft.Element) error {
 		if len(keys) == 0 {
@@ -303,19 +304,15 @@ func (r *Reader) readPiece(f ipfamily.Family, frontends []nft.Element, found *nf
 		set := keys[0].Set
 		return rights(r.conn.get(f, set, keys, func(e nft.Element) { found.Elements[set] = append(found.Elements[set], e) }))
 	}
-	set := frontends[0].Set
 	if err := read(frontends); err != nil {
 		return err
 	}
-	var pools []nft.Element
-	seen := map[uint32]bool{}
-	for i := range found.Elements[set] {
-		if id := found.Elements[set][i].PoolID(); !seen[id] {
-			seen[id] = true
-			pools = append(pools, nft.PoolKey(id))
+	for _, keys := range found.InsideKeys() {
+		if err := read(keys); err != nil {
+			return err
 		}
 	}
-	if err := read(pools); err != nil {
+	if err := read(found.PoolKeys()); err != nil {
 		return err
 	}
 	for _, keys := range found.SlotKeys() {

@@ -319,7 +319,7 @@ const inspectAtOnce = 16
 func (b *Backend) inspect() (found []string, err error) {
 	in := &b.inspection
 	if len(in.left) == 0 {
-		found, err = b.inspectRanges()
+		found, err = b.inspectWhole()
 		if len(found) > 0 && in.relists < maxRelists { // the kernel may be moving elements to new buckets
 			in.relists++
 			return nil, nil
@@ -368,9 +368,9 @@ func differences(f ipfamily.Family, want []nft.Element, got map[string]nft.Eleme
 	return found
 }
 
-// inspectRanges compares the sets of ranges, which are listed as a whole, and the numbers of elements of others that
+// inspectWhole compares the sets that are listed as a whole, and the numbers of elements of others that
 // are small enough for that.
-func (b *Backend) inspectRanges() (found []string, err error) {
+func (b *Backend) inspectWhole() (found []string, err error) {
 	for i, f := range ipfamily.All {
 		for set := range nft.NumSets {
 			s := nft.SetByID(set)
@@ -383,28 +383,29 @@ func (b *Backend) inspectRanges() (found []string, err error) {
 			}
 			if got, want := len(listed), b.model.Count(f, set); got != want {
 				found = append(found, fmt.Sprintf("%s %s: %s has %d elements, not %d", f.NFT(), nft.TableName, set, got, want))
-			} else if s.Interval {
-				found = append(found, sameRanges(f, &s, listed, b.model.Ranges(set)[i])...)
+			} else if set.IsWhole() {
+				found = append(found, sameElements(f, &s, listed, b.model.Whole(set)[i])...)
 			}
 		}
 	}
 	return found, nil
 }
 
-// sameRanges compares as many ranges as there should be.
-func sameRanges(f ipfamily.Family, s *nft.Set, listed []nft.Listed, want []nft.Element) (found []string) {
+// sameElements compares as many elements as there should be.
+func sameElements(f ipfamily.Family, s *nft.Set, listed []nft.Listed, want []nft.Element) (found []string) {
 	type element struct {
 		key, comment string
 		bits         uint8
+		chain        nft.ChainID
 	}
 	there := make(map[element]bool, len(listed))
 	for i := range listed {
 		l := &listed[i]
-		there[element{string(l.Key()), l.Comment, l.Bits}] = true
+		there[element{string(l.Key()), l.Comment, l.Bits, l.Chain}] = true
 	}
 	for i := range want {
-		if w := &want[i]; !there[element{string(w.Key()), w.Comment, w.Bits}] {
-			found = append(found, fmt.Sprintf("%s %s: %s { %s } is gone", f.NFT(), nft.TableName, s.Name(), want[i].Text(f, s)))
+		if w := &want[i]; !there[element{string(w.Key()), w.Comment, w.Bits, w.Chain}] {
+			found = append(found, fmt.Sprintf("%s %s: %s { %s } is gone", f.NFT(), nft.TableName, s.Name(), w.Text(f, s)))
 		}
 	}
 	return found

@@ -74,7 +74,7 @@ func (c *Conn) stickyPools(f ipfamily.Family) (out map[uint32]dataplane.Counted,
 		for i := range elements {
 			e, ok := nft.ElementFrom(f, nft.Services, elements[i].key, nil, elements[i].data, "", "")
 			if ok {
-				out[e.PoolID()] = dataplane.Counted{Key: e.FrontendKey(), Outside: outside}
+				out[e.Number()] = dataplane.Counted{Key: e.FrontendKey(), Outside: outside}
 			}
 		}
 	}

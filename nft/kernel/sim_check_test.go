@@ -129,8 +129,10 @@ func (k *simKernel) endpoints() map[string]map[netip.AddrPort]bool {
 // simOwners says which Service a pool's id belongs to.
 func simOwners(c *tableContent) map[uint32]string {
 	owner := map[uint32]string{}
-	for _, e := range c.bySet[nft.Pools] {
-		owner[e.ID()] = e.Service()
+	for _, set := range nft.FrontendSets() {
+		for _, e := range c.bySet[set] {
+			owner[e.PoolID()] = e.Service()
+		}
 	}
 	return owner
 }

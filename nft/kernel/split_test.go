@@ -66,7 +66,7 @@ func TestChainsGoAhead(t *testing.T) {
 		l, err := g.b.List()
 		labtest.Check(t, err)
 		n := 0
-		for _, e := range l[0].Elements[nft.Pools] {
+		for _, e := range l[0].Elements[nft.Services] {
 			if e.Leads() == (nft.ChainID{Kind: nft.Pick, N: 5}) {
 				n++
 			}

@@ -88,6 +88,9 @@ func upgrade(t *testing.T, file string, n labtest.Nft) {
 		e := nft.AffinityElement(pool, addr(client))
 		return fmt.Sprintf("%x:%x . %d", pool>>16, pool&0xffff, e.Slot())
 	}
+	if strings.HasPrefix(filepath.Base(file), "3-") {
+		pools, nodes = []uint32{0xb12c12, 0x7835c1}, 0xb0224d
+	}
 	if filepath.Base(file) == "1.nft" {
 		pools, nodes = []uint32{0x56558476, 0x566957be}, 0x56558609
 		key = func(client string, pool uint32) string {
@@ -156,7 +159,7 @@ func TestEvidenceSwitched(t *testing.T) {
 			labtest.Run(t, h, "add element ip verdict affinity { "+client+" }\n"+
 				"delete element ip verdict services { "+frontend+" }\n"+
 				"add element ip verdict services { "+frontend+` counter packets 7 bytes 420 comment "shop/cart:http"`+
-				" : b1:2c12 }", labtest.Nfts(t)[0].Path, "-f", "-")
+				" : 90b1:2c12 }", labtest.Nfts(t)[0].Path, "-f", "-")
 			for _, evidence := range []bool{true, false, true} {
 				st.Evidence = evidence
 				for _, sp := range st.Services[snapshot.Name{Namespace: "shop", Name: "cart"}].Ports {

@@ -163,9 +163,12 @@ func (c *content) incomplete() string {
 	var found ipfamily.Per[nft.Found]
 	for i := range c {
 		found[i].Elements = c[i].bySet
-		for _, e := range c[i].bySet[nft.Pools] {
-			if _, ok := c[i].chains[e.Leads().Name()]; !ok {
-				return elementText(c[i].family, &e) + " leads nowhere"
+		sets := nft.FrontendSets()
+		for _, set := range append(sets[:], nft.Pools) {
+			for _, e := range c[i].bySet[set] {
+				if _, ok := c[i].chains[e.Leads().Name()]; !ok {
+					return elementText(c[i].family, &e) + " leads nowhere"
+				}
 			}
 		}
 	}

@@ -523,8 +523,8 @@ func TestOthersOvertake(t *testing.T) {
 			t.Errorf("%s waits for %s", n, giant.Name)
 		}
 		k := dataplane.Key{Addr: small.Services[n].ClusterIPs[0], Protocol: snapshot.TCP, Port: 80}
-		pool := nft.PoolKey(s.poolAt(k))
-		labtest.Check(t, s.backend.reader.get(ipfamily.IPv4, nft.Pools, []nft.Element{pool}, func(e nft.Element) {
+		key := nft.FrontendKeys(dataplane.Counted{Key: k})[0]
+		labtest.Check(t, s.backend.reader.get(ipfamily.IPv4, key.Set, []nft.Element{key}, func(e nft.Element) {
 			if e.Leads().N != 5 {
 				t.Errorf("%s leads to %s", n, e.Leads().Name())
 			}

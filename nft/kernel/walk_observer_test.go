@@ -134,8 +134,12 @@ func frontendsOf(st *dataplane.State) map[string]string {
 		}
 		for _, side := range sides {
 			for _, e := range list[i].Elements[side[0]] {
-				out[viewKey(f, side[0], e.Key())] = endpointsText(slots[e.PoolID()])
-				out[portKey(f, &e.Element)] += endpointsText(slots[e.PoolID()])
+				eps := slots[e.PoolID()]
+				if e.IsIndirect() { // its pools are in the other maps
+					eps = nil
+				}
+				out[viewKey(f, side[0], e.Key())] = endpointsText(eps)
+				out[portKey(f, &e.Element)] += endpointsText(eps)
 			}
 		}
 	}
@@ -207,9 +211,11 @@ func (o *observer) look(f ipfamily.Family, side [2]nft.SetID, r *rand.Rand) erro
 		return err
 	}
 	one := oneOf(r, listed...).Element
-	var pool nft.Element
+	pool := one
 	var endpoints []string
-	err = o.conn.get(f, nft.Pools, []nft.Element{nft.PoolKey(one.PoolID())}, func(e nft.Element) { pool = e })
+	if one.InPools() {
+		err = o.conn.get(f, nft.Pools, []nft.Element{nft.PoolKey(one.PoolID())}, func(e nft.Element) { pool = e })
+	}
 	if keys := pool.SlotKeys(one.FrontendKey().Protocol); err == nil && len(keys) > 0 {
 		err = o.conn.get(f, keys[0].Set, keys, func(e nft.Element) { endpoints = append(endpoints, e.Target().String()) })
 	}

@@ -350,7 +350,8 @@ func (w *walker) change(want *dataplane.State) (c dataplane.Change) {
 	a, b := w.acked, *want
 	c.Globals = a.Services == nil || a.Pods4 != b.Pods4 || a.Pods6 != b.Pods6 || a.MasqueradeAll != b.MasqueradeAll ||
 		a.PingAddrs != b.PingAddrs ||
-		a.LocalhostNodePorts != b.LocalhostNodePorts || !slices.Equal(a.ServiceCIDRs, b.ServiceCIDRs)
+		a.LocalhostNodePorts != b.LocalhostNodePorts || !slices.Equal(a.ServiceCIDRs, b.ServiceCIDRs) ||
+		!slices.Equal(a.Settings, b.Settings)
 	return c
 }
 

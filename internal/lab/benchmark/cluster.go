@@ -119,12 +119,12 @@ func (c *Cluster) All() snapshot.Delta {
 	return d
 }
 
-// elements is how many there are when everything is written: of each Service its frontend, its pool, its cluster IP
-// and its slots; of each endpoint on this node one that lets it reach itself; and the Services' range.
+// elements is how many there are when everything is written: of each Service its frontend, its cluster IP and its
+// slots; of each endpoint on this node one that lets it reach itself; and the Services' range.
 func (c *Cluster) elements() int {
 	all := c.services * c.endpoints
 	settings := 2 * len(NodeConfig.Lines()) // in both tables
-	return 3*c.services + all + (all+len(c.nodes)-1)/len(c.nodes) + 1 + settings
+	return 2*c.services + all + (all+len(c.nodes)-1)/len(c.nodes) + 1 + settings
 }
 
 // newcomer gives an endpoint at an address that none had before; after four million they come round.

@@ -73,6 +73,11 @@ func (c Cluster) Service(i int) *snapshot.Service {
 		}
 		s.HealthCheckNodePort = uint16(29000 + i) // an API server gives no port away twice
 	}
+	if c.IntN(5) == 0 { // so many frontends that they share the class of their pool
+		for n := range 4 {
+			s.ExternalIPs = append(s.ExternalIPs, netip.AddrFrom4([4]byte{198, 18, byte(i), byte(1 + n)}))
+		}
+	}
 	s.Ports = []snapshot.Port{
 		{Name: "a", Protocol: snapshot.TCP, Port: 80, NodePort: 30000 + uint16(c.IntN(c.NodePorts))},
 		{Name: "b", Protocol: snapshot.UDP, Port: 53},
@@ -103,7 +108,7 @@ func (c Cluster) odd(i int, s *snapshot.Service) {
 		s.LoadBalancerIPs = append(s.LoadBalancerIPs, addr("192.0.2.1"))
 	}
 	if c.IntN(4) == 0 {
-		s.ExternalIPs = []netip.Addr{addr("203.0.113.77"), addr("10.96.0.200")}
+		s.ExternalIPs = append(s.ExternalIPs, addr("203.0.113.77"), addr("10.96.0.200"))
 	}
 	if c.IntN(6) == 0 {
 		s.Ports[0].NodePort = 80 // as a load balancer's port at this node's own address
