@@ -44,7 +44,7 @@ type field struct {
 // Why some fields have no effect.
 const (
 	noWindows = "this is for Windows"
-	noBuffer  = "each log line is written to standard error immediately"
+	noBuffer  = "log lines are not buffered"
 )
 
 // fields lists all fields, in kube-proxy's order. Tests keep it, the types and docs/CONFIGURATION.md consistent.
@@ -100,8 +100,8 @@ var fields = []field{
 	{
 		"mode",
 		Live,
-		"selects the section below that applies, as in kube-proxy, where empty means `iptables`. With `ipvs`, IPVS " +
-			"chooses the endpoints (see `ipvs` below). `backend` below selects the backend",
+		"selects the section below, as in kube-proxy, where empty means `iptables`. With `ipvs`, IPVS chooses the " +
+			"endpoints (see `ipvs` below). `backend` below selects the backend",
 		oneOf("", modeIPTables, modeIPVS, modeNFTables),
 	},
 	{
@@ -127,9 +127,9 @@ var fields = []field{
 	{
 		"iptables.minSyncPeriod",
 		Live,
-		"the minimum time between two transactions; 0: four times as long as the last one took, up to 50 ms, or with " +
-			"`backend: iptables` eight times, up to 1 s ([IPTABLES.md](IPTABLES.md#pace)). In kube-proxy 0 means 1s. In " +
-			"modes `iptables` and empty",
+		"the minimum time between two transactions, in modes `iptables` and empty. 0 (in kube-proxy 1s): four times " +
+			"as long as the last one took, up to 50 ms, or with `backend: iptables` eight times, up to 1 s " +
+			"([IPTABLES.md](IPTABLES.md#pace))",
 		notNegative,
 	},
 	{"ipvs.syncPeriod", Live, "as `iptables.syncPeriod`, in mode `ipvs`", positive},
@@ -137,7 +137,7 @@ var fields = []field{
 	{
 		"ipvs.scheduler",
 		Live,
-		"as kube-proxy: the scheduler of Services that IPVS schedules and that name none; empty means `rr`",
+		"as kube-proxy: the default scheduler of Services that IPVS schedules; empty means `rr`",
 		checkScheduler,
 	},
 	{"ipvs.excludeCIDRs", Never, "Verdict changes only its own virtual services", checkPrefix},
@@ -282,10 +282,7 @@ var fields = []field{
 		verdictKind + ".secondChance",
 		Live,
 		"what happens to TCP endpoints that do not answer this node, or refuse connections: `on` ejects them until " +
-			"they answer again, `observe` only reports them, `off` disables it on this node, also for Services whose " +
-			"annotation asks for it. With `on` or `observe`, the annotation `verdict/second-chance` overrides this " +
-			"setting. The price of `on`: if *all* endpoints refuse, a client learns it after 4 s (15 s before Linux " +
-			"6.5), or after 1 s once the proxy knows that all refuse, instead of at once; see " +
+			"they answer again, `observe` only reports them, `off` disables it on this node; see " +
 			"[below](#endpoints-that-do-not-answer-or-refuse)",
 		oneOf("off", "observe", "on"),
 	},
