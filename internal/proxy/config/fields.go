@@ -44,7 +44,7 @@ type field struct {
 // Why some fields have no effect.
 const (
 	noWindows = "this is for Windows"
-	noBuffer  = "each log line is written to standard error immediately"
+	noBuffer  = "log lines are not buffered"
 )
 
 // fields lists all fields, in kube-proxy's order. Tests keep it, the types and docs/CONFIGURATION.md consistent.
@@ -100,8 +100,8 @@ var fields = []field{
 	{
 		"mode",
 		Live,
-		"selects the section below that applies, as in kube-proxy, where empty means `iptables`. With `ipvs`, IPVS " +
-			"chooses the endpoints (see `ipvs` below). `backend` below selects the backend",
+		"selects the section below, as in kube-proxy, where empty means `iptables`. With `ipvs`, IPVS chooses the " +
+			"endpoints (see `ipvs` below). `backend` below selects the backend",
 		oneOf("", modeIPTables, modeIPVS, modeNFTables),
 	},
 	{
@@ -127,9 +127,9 @@ var fields = []field{
 	{
 		"iptables.minSyncPeriod",
 		Live,
-		"the minimum time between two transactions; 0: four times as long as the last one took, up to 50 ms, or with " +
-			"`backend: iptables` eight times, up to 1 s ([IPTABLES.md](IPTABLES.md#pace)). In kube-proxy 0 means 1s. In " +
-			"modes `iptables` and empty",
+		"the minimum time between two transactions, in modes `iptables` and empty. 0 (in kube-proxy 1s): four times " +
+			"as long as the last one took, up to 50 ms, or with `backend: iptables` eight times, up to 1 s " +
+			"([IPTABLES.md](IPTABLES.md#pace))",
 		notNegative,
 	},
 	{"ipvs.syncPeriod", Live, "as `iptables.syncPeriod`, in mode `ipvs`", positive},
@@ -137,7 +137,7 @@ var fields = []field{
 	{
 		"ipvs.scheduler",
 		Live,
-		"as kube-proxy: the scheduler of Services that IPVS schedules and that name none; empty means `rr`",
+		"as kube-proxy: the default scheduler of Services that IPVS schedules; empty means `rr`",
 		checkScheduler,
 	},
 	{"ipvs.excludeCIDRs", Never, "Verdict changes only its own virtual services", checkPrefix},
@@ -192,7 +192,7 @@ var fields = []field{
 	{
 		verdictKind + ".manifests",
 		Restart,
-		"read the objects from this file or directory, which is watched, instead of the Kubernetes API",
+		"watch objects in this file or directory instead of the Kubernetes API",
 		nil,
 	},
 	{
@@ -205,14 +205,14 @@ var fields = []field{
 	{
 		verdictKind + ".iptablesDispatch",
 		Restart,
-		"how iptables rules find a Service: by a `tree` of chains, which for few Services is a list, or by a `list` like " +
-			"kube-proxy's; see [IPTABLES.md](IPTABLES.md)",
+		"how iptables rules find a Service: by a `tree` of chains (a list if there are few Services), or by a `list` " +
+			"like kube-proxy's; see [IPTABLES.md](IPTABLES.md)",
 		oneOf("tree", "list"),
 	},
 	{
 		verdictKind + ".iptablesCompat",
 		Restart,
-		"with nftables, maintain the chains KUBE-MARK-MASQ and KUBE-POSTROUTING in the nat tables of iptables for other " +
+		"with nftables, keep the chains KUBE-MARK-MASQ and KUBE-POSTROUTING in iptables' nat tables for other " +
 			"programs that jump there; see [IPTABLES.md](IPTABLES.md)",
 		nil,
 	},
@@ -232,74 +232,71 @@ var fields = []field{
 	{
 		verdictKind + ".nodeCondition",
 		Restart,
-		"write the condition `ServicesProgrammed` into the status of this node's Node, which needs a right; see " +
+		"set the condition `ServicesProgrammed` in the status of this Node, which needs a right; see " +
 			"[CLUSTER.md](CLUSTER.md#in-the-node-object)",
 		nil,
 	},
 	{
 		verdictKind + ".startupTaint",
 		Restart,
-		"the key of a taint to remove from this node's Node once all Services are programmed, which needs a right; see " +
+		"the key of a taint to remove from this Node once all Services are programmed, which needs a right; see " +
 			"[CLUSTER.md](CLUSTER.md#in-the-node-object)",
 		checkTaintKey,
 	},
 	{
 		verdictKind + ".takeover",
 		Restart,
-		"`auto` removes what a kube-proxy programmed on this node once all Services are programmed; `never` keeps it; " +
-			"see [INSTALL.md](INSTALL.md)",
+		"`auto` removes kube-proxy's rules from this node once all Services are programmed; `never` keeps them; see " +
+			"[INSTALL.md](INSTALL.md)",
 		oneOf("auto", "never"),
 	},
 	{
 		verdictKind + ".ipvs",
 		Live,
-		"which Services IPVS schedules, see [IPVS.md](IPVS.md): with `auto` those that ask for it, with `always` all " +
-			"that do not ask for nftables, with `never` none. In mode `ipvs` the default is `always`",
+		"which Services IPVS schedules, see [IPVS.md](IPVS.md): `auto` those that ask for it, `always` all that do " +
+			"not ask for nftables, `never` none. In mode `ipvs` the default is `always`",
 		oneOf("auto", "always", "never"),
 	},
 	{
 		verdictKind + ".ipvsServices",
 		Live,
-		"with `auto`: number of Services from which on IPVS schedules all of them, until the next start; 0: never",
+		"with `auto`: the number of Services at which IPVS schedules all of them, until the next start; 0: never",
 		atLeast(0),
 	},
 	{
 		verdictKind + ".ipvsAddresses",
 		Live,
-		"ranges of load balancer addresses that nobody but Services has: there IPVS may schedule, for which the node " +
-			"takes in all of such an address. " +
-			"At all others, and at external IPs, nftables chooses the endpoint; see [IPVS.md](IPVS.md#which-addresses)",
+		"ranges of load balancer addresses that only Services have: IPVS may schedule there, and the node then " +
+			"accepts such an address as its own. At all others, and at external IPs, nftables chooses the endpoint; see " +
+			"[IPVS.md](IPVS.md#which-addresses)",
 		checkNarrowPrefix,
 	},
 	{
 		verdictKind + ".behavior",
 		Live,
-		"`kube-proxy` switches everything off that differs from kube-proxy by default in what packets meet, and that no " +
-			"other field of this configuration sets; see [below](#as-kube-proxy). With `verdict` nothing is switched off",
+		"`kube-proxy` disables all default differences from kube-proxy in what packets meet that no other field of " +
+			"this configuration sets; see [below](#as-kube-proxy). `verdict` disables none",
 		oneOf(behaviorVerdict, behaviorKubeProxy),
 	},
 	{
 		verdictKind + ".secondChance",
 		Live,
-		"what happens to TCP endpoints that do not answer this node, or refuse connections: `on` ejects them until they " +
-			"answer again, `observe` only reports them, `off` disables it on this node, also for Services whose " +
-			"annotation asks for it. With `on` or `observe`, the annotation `verdict/second-chance` overrides the node's " +
-			"setting. The price of `on`: a client that *all* " +
-			"endpoints refuse is told after 4 s (15 s before Linux 6.5), once the proxy knows that all refuse after 1 s, " +
-			"and not at once; see [below](#endpoints-that-do-not-answer-or-refuse)",
+		"what happens to TCP endpoints that do not answer this node, or refuse connections: `on` ejects them until " +
+			"they answer again, `observe` only reports them, `off` disables it on this node; see " +
+			"[below](#endpoints-that-do-not-answer-or-refuse)",
 		oneOf("off", "observe", "on"),
 	},
 	{
 		verdictKind + ".pingServices",
 		Live,
-		"let cluster IPs and load balancer addresses answer a ping, as long as a Service has an endpoint there; see " +
+		"let cluster IPs and load balancer addresses answer pings while a Service has an endpoint there; see " +
 			"[below](#ping-unused-ports-and-nodes-without-endpoints)",
 		nil,
 	},
 	{
 		verdictKind + ".rejectUnusedPorts",
 		Live,
-		"reject packets from outside to ports of load balancer addresses that no Service has, see " +
+		"reject packets from outside to unused ports of load balancer addresses, see " +
 			"[below](#ping-unused-ports-and-nodes-without-endpoints)",
 		nil,
 	},
@@ -318,9 +315,8 @@ var fields = []field{
 	{
 		verdictKind + ".counterMemoryMiB",
 		Restart,
-		"memory limit of the kernel's counters: 16 bytes for each possible processor and frontend, " +
-			"and endpoint as far as there is room; 0 disables counting. Services override it by the annotation " +
-			"`verdict/counters` " +
+		"memory limit of the kernel's counters: 16 bytes for each possible processor and frontend, and, if there is " +
+			"room, endpoint; 0 disables counting. The annotation `verdict/counters` overrides it for a Service " +
 			"([METRICS.md](METRICS.md))",
 		atLeast(0),
 	},
@@ -334,7 +330,7 @@ var fields = []field{
 	{
 		verdictKind + ".everywhereToken",
 		Restart,
-		"the file with the token that tells the collector which node this is",
+		"the file with the token that identifies this node to the collector",
 		nil,
 	},
 	{
@@ -347,7 +343,7 @@ var fields = []field{
 	{
 		verdictKind + ".ledgerMaxMiB",
 		Restart,
-		"maximum size of the files there; the oldest records go",
+		"maximum size of the files there; the oldest records are deleted",
 		within(1, 1<<20),
 	},
 }

@@ -335,7 +335,7 @@ func fieldTable(own bool) string {
 		if text == "`\"\"`" || text == "`null`" || text == "`{}`" {
 			text = "–"
 		}
-		does, when := f.does, [...]string{"at once", "at the next start", "–"}[f.effect]
+		does, when := f.does, [...]string{"at once", "at restart", "–"}[f.effect]
 		if f.effect == Never {
 			does = "nothing: " + does
 		}

@@ -226,7 +226,7 @@ func TestFlagNotes(t *testing.T) {
 		"--feature-gates: these have no effect: Foo",
 		"--config-sync-period: it has no effect: Verdict needs no resync: it handles each change once",
 		"--vmodule: it has no effect: all files have the same verbosity",
-		"--log-text-split-stream: it has no effect: each log line is written to standard error immediately",
+		"--log-text-split-stream: it has no effect: log lines are not buffered",
 		"--machine-id-file: it has no effect: the host is identified by its name",
 		"--healthz-port: it is deprecated: give --healthz-bind-address a port",
 		"--iptables-masquerade-bit: it has no effect with nftables, which masquerades without a mark",
