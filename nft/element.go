@@ -33,8 +33,6 @@ type Element struct {
 	Chain ChainID
 	// Comment is shown by nft; empty means none.
 	Comment string
-	// KeepCount says of an element that replaces another that its counter goes on where the other's ends.
-	KeepCount bool
 }
 
 // maxComment is what the kernel takes as an element's comment, its final zero byte included; a longer one would make it

@@ -9,8 +9,8 @@ import (
 
 // TestSame: no field is forgotten when two elements with the same key are compared.
 func TestSame(t *testing.T) {
-	// The set says how long data is, and which sets hold ranges. KeepCount is about how an element is written.
-	testkit.Compares(t, (*Element).same, "Set", "KeyLen", "DataLen", "key", "KeepCount")
+	// The set says how long data is, and which sets hold ranges.
+	testkit.Compares(t, (*Element).same, "Set", "KeyLen", "DataLen", "key")
 }
 
 // TestClone: no field of a service is forgotten when it is copied, and none is shared that changes later.

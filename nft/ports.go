@@ -239,8 +239,10 @@ func (p *planner) frontend(f ipfamily.Family, old *port, of *frontend, want *por
 		}
 		restart := restartsCounter(&before[i], old, of, want, wf)
 		if met[n] = true; restart || !before[i].same(&now[n]) {
-			now[n].KeepCount = !restart && SetByID(now[n].Set).Counter
 			p.replace(f, before[i], now[n])
+			if !restart && SetByID(now[n].Set).Counter {
+				p.txn.Tables[f].Keep = append(p.txn.Tables[f].Keep, now[n])
+			}
 		}
 	}
 	for n := range now {

@@ -33,6 +33,8 @@ type TableTxn struct {
 	DelForeign []string
 	// Del and Add hold the elements by their set.
 	Del, Add [NumSets][]Element
+	// Keep are elements of Add that replace others and go on counting where those end.
+	Keep []Element
 	// Affinity are the entries of clients to keep, with Create.
 	Affinity []Listed
 	// Replaced is how many elements are in both Del and Add, with the same key and other contents.

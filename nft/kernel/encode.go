@@ -377,7 +377,7 @@ func (b *batch) element(f ipfamily.Family, e *nft.Element, whole bool) {
 		} else if data := e.Data(); len(data) > 0 {
 			b.value(unix.NFTA_SET_ELEM_DATA, data)
 		}
-		if e.KeepCount {
+		if len(b.counts) > 0 {
 			b.count(f, e)
 		}
 		if e.Comment != "" {

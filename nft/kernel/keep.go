@@ -23,20 +23,15 @@ func countKeyOf(f ipfamily.Family, e *nft.Element) countKey {
 // millisecond later, is lost. So is everything before if the counters cannot be read: that is no reason not to write.
 func (c *Conn) countsToKeep(txn *nft.Txn) (counts map[countKey]nft.Listed) {
 	for i, f := range ipfamily.All {
-		for _, set := range nft.FrontendSets() {
-			var keys []nft.Element
-			for _, e := range txn.Tables[i].Add[set] {
-				if e.KeepCount {
-					keys = append(keys, e)
-				}
-			}
-			if len(keys) == 0 {
-				continue
-			}
+		keys := map[nft.SetID][]nft.Element{}
+		for _, e := range txn.Tables[i].Keep {
+			keys[e.Set] = append(keys[e.Set], e)
+		}
+		for set, of := range keys {
 			if counts == nil {
 				counts = map[countKey]nft.Listed{}
 			}
-			_ = c.getListed(f, set, keys, func(l nft.Listed) { counts[countKeyOf(f, &l.Element)] = l })
+			_ = c.getListed(f, set, of, func(l nft.Listed) { counts[countKeyOf(f, &l.Element)] = l })
 		}
 	}
 	return counts
