@@ -257,6 +257,9 @@ func (tt *TableTxn) compare(set SetID, found []Element) {
 		if held != nil {
 			tt.Del[set] = append(tt.Del[set], *held)
 			tt.Replaced++
+			if set.hasClass() && SetByID(set).Counter && held.Leads().IsNumbered() == e.Leads().IsNumbered() {
+				tt.Keep = append(tt.Keep, e) // it refused packets before and after, or served them
+			}
 		}
 	}
 	tt.Add[set] = missing

@@ -501,7 +501,7 @@ func (p *planner) create() {
 	}
 	for i, f := range ipfamily.All {
 		tm, tt := &p.m.tables[i], &p.txn.Tables[i]
-		tt.Del, tt.DelChains, tt.Replaced = [NumSets][]Element{}, nil, 0
+		tt.Del, tt.DelChains, tt.Keep, tt.Replaced = [NumSets][]Element{}, nil, nil, 0
 		for set, elements := range fixedElements() {
 			tt.Add[set] = append(tt.Add[set], elements...)
 		}

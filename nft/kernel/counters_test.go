@@ -225,30 +225,43 @@ func TestCountersCount(t *testing.T) {
 	}
 }
 
-// TestCountsGoOn: when an endpoint comes or goes, the frontends' elements are replaced and go on counting. With the
-// first endpoint they count anew, as refused packets are no connections; what the port's last endpoints served stays.
+// TestCountsGoOn: when an endpoint comes or goes, the frontends' elements are replaced and go on counting, also if
+// another process does it. With the first endpoint they count anew, as refused packets are no connections; so they do
+// when the last one goes.
 func TestCountsGoOn(t *testing.T) {
 	none, two := endpointState{"none", nil, nil}, endpointState{"two", []condition{ready, ready}, nil}
-	c, b, s, st := one(t, none, asIs)
-	counters, to := openCounters(t, c.Node), s.frontendOf(c, dataplane.ClusterIP, ipfamily.IPv4)
-	counted := func() uint64 {
-		return countAll(t, counters, st).frontends[dataplane.Counted{Key: dataplane.Key{
-			Addr: to.Addr(), Protocol: snapshot.TCP, Port: to.Port()}}].Packets
-	}
-	change := dataplane.Change{Services: []snapshot.Name{s.name()}}
-	for _, step := range []struct {
-		state  endpointState
-		answer lab.Outcome
-		want   uint64
-	}{{none, lab.Refused, 3}, {two, lab.Answered, 3}, {both, lab.Answered, 6}, {two, lab.Answered, 9},
-		{none, lab.Refused, 3}} {
-		s.state = step.state
-		st = oneState(c, s, asIs)
-		_, err := b.ApplyAll(st, change)
-		labtest.Check(t, err)
-		connections(t, c.Pods[2], to, 3, step.answer)
-		if n := counted(); n != step.want {
-			t.Errorf("endpoints %s: %d connections are counted, want %d", step.state.name, n, step.want)
+	steps := []struct {
+		state endpointState
+		want  uint64
+	}{{none, 3}, {two, 3}, {both, 6}, {two, 9}, {none, 3}, {both, 3}}
+	for name, change := range map[string]func(*snapshot.Service){
+		"class in frontends": func(svc *snapshot.Service) { svc.ExternalIPs = nil }, "class in pools": asIs,
+	} {
+		for _, restart := range []bool{false, true} {
+			if restart && name == "class in pools" {
+				continue // whose frontends stay as they are, and a process that begins does not know what was before
+			}
+			t.Run(fmt.Sprintf("%s, restart %v", name, restart), func(t *testing.T) {
+				c, b, s, st := one(t, none, change)
+				counters, to := openCounters(t, c.Node), s.frontendOf(c, dataplane.ClusterIP, ipfamily.IPv4)
+				at := dataplane.Counted{Key: dataplane.Key{Addr: to.Addr(), Protocol: snapshot.TCP, Port: to.Port()}}
+				for _, step := range steps {
+					if s.state = step.state; restart {
+						b = open(t, c.Node, Options{})
+					}
+					st = oneState(c, s, change)
+					_, err := b.ApplyAll(st, dataplane.Change{Services: []snapshot.Name{s.name()}})
+					labtest.Check(t, err)
+					answer := lab.Answered
+					if step.state.name == none.name {
+						answer = lab.Refused
+					}
+					connections(t, c.Pods[2], to, 3, answer)
+					if n := countAll(t, counters, st).frontends[at].Packets; n != step.want {
+						t.Errorf("endpoints %s: %d connections are counted, want %d", step.state.name, n, step.want)
+					}
+				}
+			})
 		}
 	}
 }
