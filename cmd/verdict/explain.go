@@ -109,7 +109,10 @@ func (o *explainOptions) addFlags(f *pflag.FlagSet) {
 // print writes the answer as text or JSON.
 func (o *explainOptions) print(w io.Writer, a *inspect.Answer) error {
 	if o.json {
-		return inspect.WriteJSON(w, a.JSON(o.trace))
+		if !o.trace && a.Kernel != nil {
+			a.Kernel.Steps = nil
+		}
+		return inspect.WriteJSON(w, a)
 	}
 	p := terminal.NewPrinter(w)
 	a.Print(p, inspect.TextOptions{All: o.all, Trace: o.trace})
@@ -198,7 +201,7 @@ func (o *explainOptions) addRecords(a *inspect.Answer, dir string, past *backend
 	if a.Kernel.Service == nil {
 		return nil
 	}
-	service := a.Kernel.Service.Port.Service.String()
+	service := a.Kernel.Service.Name
 	before, after, err := ledger.Around(dir, past.Last.Number, service, backends.ServicesIn)
 	if err != nil {
 		return err

@@ -113,7 +113,8 @@ func (o *topOptions) printOnce(cmd *cobra.Command, t *inspect.Top) error {
 		return err
 	}
 	if o.json {
-		return inspect.WriteJSON(cmd.OutOrStdout(), sample.JSON(shown))
+		sample.Ports = sample.Ports[:shown]
+		return inspect.WriteJSON(cmd.OutOrStdout(), sample)
 	}
 	p := terminal.NewPrinter(cmd.OutOrStdout())
 	sample.Print(p, shown)
