@@ -88,13 +88,8 @@ const afterAnyDeadline = 100 * 365 * 24 * time.Hour
 func portsOf(services []*dataplane.Service) map[dataplane.Key]*dataplane.ServicePort {
 	out := map[dataplane.Key]*dataplane.ServicePort{}
 	for _, svc := range services {
-		if svc == nil {
-			continue
-		}
-		for _, sp := range svc.Ports {
-			for i := range sp.Frontends {
-				out[sp.Frontends[i].Key] = sp
-			}
+		for sp, f := range svc.EachFrontend() {
+			out[f.Key] = sp
 		}
 	}
 	return out
