@@ -108,15 +108,12 @@ func (o *explainOptions) addFlags(f *pflag.FlagSet) {
 
 // print writes the answer as text or JSON.
 func (o *explainOptions) print(w io.Writer, a *inspect.Answer) error {
-	if o.json {
-		if !o.trace && a.Kernel != nil {
-			a.Kernel.Steps = nil
-		}
-		return inspect.WriteJSON(w, a)
+	if !o.trace && a.Kernel != nil {
+		a.Kernel.Steps = nil
 	}
-	p := terminal.NewPrinter(w)
-	a.Print(p, inspect.TextOptions{All: o.all, Trace: o.trace})
-	return p.Err()
+	return inspect.Show(w, o.json, a, func(p *terminal.Printer) {
+		a.Print(p, inspect.TextOptions{All: o.all, Trace: o.trace})
+	})
 }
 
 func (o *explainOptions) checkArgs(cmd *cobra.Command, args []string) error {

@@ -47,12 +47,7 @@ of Services overlap addresses of nodes, pods or the API server.`,
 			if t == nil {
 				return err
 			}
-			if asJSON {
-				return errors.Join(err, inspect.WriteJSON(cmd.OutOrStdout(), t))
-			}
-			p := terminal.NewPrinter(cmd.OutOrStdout())
-			t.print(p)
-			return errors.Join(err, p.Err())
+			return errors.Join(err, inspect.Show(cmd.OutOrStdout(), asJSON, t, t.print))
 		},
 	}
 	from.AddFlags(cmd.Flags())

@@ -114,9 +114,6 @@ func (o *topOptions) printOnce(cmd *cobra.Command, t *inspect.Top) error {
 	}
 	if o.json {
 		sample.Ports = sample.Ports[:shown]
-		return inspect.WriteJSON(cmd.OutOrStdout(), sample)
 	}
-	p := terminal.NewPrinter(cmd.OutOrStdout())
-	sample.Print(p, shown)
-	return p.Err()
+	return inspect.Show(cmd.OutOrStdout(), o.json, sample, func(p *terminal.Printer) { sample.Print(p, shown) })
 }

@@ -9,9 +9,14 @@ import (
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 )
 
-// WriteJSON prints an answer as JSON.
-func WriteJSON(w io.Writer, v any) error {
-	e := json.NewEncoder(terminal.NewPrinter(w))
+// Show prints an answer as JSON or as text.
+func Show(w io.Writer, asJSON bool, v any, text func(*terminal.Printer)) error {
+	p := terminal.NewPrinter(w)
+	if !asJSON {
+		text(p)
+		return p.Err()
+	}
+	e := json.NewEncoder(p)
 	e.SetIndent("", "  ")
 	e.SetEscapeHTML(false)
 	return e.Encode(v)
