@@ -205,28 +205,22 @@ func (g *ledger) portAt(k dataplane.Key) (dataplane.PortName, bool) {
 }
 
 var (
-	ipvsConnectionsDesc = prometheus.NewDesc("verdict_ipvs_connections_total",
-		"New connections to a Service port that IPVS sent to an endpoint.", portLabels(), nil)
-	ipvsPacketsDesc = prometheus.NewDesc("verdict_ipvs_packets_total",
-		"Packets that IPVS forwarded for a Service port, from clients (in) and to them (out).", portLabels("direction"), nil)
-	ipvsBytesDesc = prometheus.NewDesc("verdict_ipvs_bytes_total",
-		"Bytes that IPVS forwarded for a Service port, from clients (in) and to them (out).", portLabels("direction"), nil)
-	ipvsEndpointConnectionsDesc = prometheus.NewDesc("verdict_ipvs_endpoint_connections_total",
-		"New connections to a Service port that IPVS sent to this endpoint.", portLabels("endpoint_address"), nil)
-	ipvsEndpointBytesDesc = prometheus.NewDesc("verdict_ipvs_endpoint_bytes_total",
-		"Bytes that IPVS forwarded to an endpoint (in) and from it (out).", portLabels("endpoint_address", "direction"), nil)
-	ipvsEndpointActiveDesc = prometheus.NewDesc("verdict_ipvs_endpoint_active_connections",
-		"Connections of an endpoint that are established now, as IPVS sees them.", portLabels("endpoint_address"), nil)
+	ipvsConnectionsMetric = scrapedCounter("verdict_ipvs_connections_total",
+		"New connections to a Service port that IPVS sent to an endpoint.", portLabels()...)
+	ipvsPacketsMetric = scrapedCounter("verdict_ipvs_packets_total",
+		"Packets that IPVS forwarded for a Service port, from clients (in) and to them (out).", portLabels("direction")...)
+	ipvsBytesMetric = scrapedCounter("verdict_ipvs_bytes_total",
+		"Bytes that IPVS forwarded for a Service port, from clients (in) and to them (out).", portLabels("direction")...)
+	ipvsEndpointConnectionsMetric = scrapedCounter("verdict_ipvs_endpoint_connections_total",
+		"New connections to a Service port that IPVS sent to this endpoint.", portLabels("endpoint_address")...)
+	ipvsEndpointBytesMetric = scrapedCounter("verdict_ipvs_endpoint_bytes_total",
+		"Bytes that IPVS forwarded to an endpoint (in) and from it (out).", portLabels("endpoint_address", "direction")...)
+	ipvsEndpointActiveMetric = scrapedGauge("verdict_ipvs_endpoint_active_connections",
+		"Connections of an endpoint that are established now, as IPVS sees them.", portLabels("endpoint_address")...)
 )
 
-var ipvsDescs = []*prometheus.Desc{
-	ipvsConnectionsDesc,
-	ipvsPacketsDesc,
-	ipvsBytesDesc,
-	ipvsEndpointConnectionsDesc,
-	ipvsEndpointBytesDesc,
-	ipvsEndpointActiveDesc,
-}
+var ipvsMetrics = []scraped{ipvsConnectionsMetric, ipvsPacketsMetric, ipvsBytesMetric, ipvsEndpointConnectionsMetric,
+	ipvsEndpointBytesMetric, ipvsEndpointActiveMetric}
 
 // ipvsSample is a Service port that IPVS schedules.
 type ipvsSample struct {
@@ -271,19 +265,19 @@ func (g *ipvsLedger) samples(of *ledger) (all []ipvsSample) {
 
 func (s *ipvsSample) collect(ch chan<- prometheus.Metric) {
 	labels := []string{s.name.Service.Namespace, s.name.Service.Name, s.name.Port, s.name.Protocol.String()}
-	show := func(d *prometheus.Desc, kind prometheus.ValueType, value uint64, more ...string) {
-		ch <- prometheus.MustNewConstMetric(d, kind, float64(value), append(slices.Clip(labels), more...)...)
+	show := func(m scraped, value uint64, more ...string) {
+		m.put(ch, float64(value), append(slices.Clip(labels), more...)...)
 	}
-	show(ipvsConnectionsDesc, prometheus.CounterValue, s.Connections)
+	show(ipvsConnectionsMetric, s.Connections)
 	for i, direction := range directions {
-		show(ipvsPacketsDesc, prometheus.CounterValue, s.Packets[i], direction)
-		show(ipvsBytesDesc, prometheus.CounterValue, s.Bytes[i], direction)
+		show(ipvsPacketsMetric, s.Packets[i], direction)
+		show(ipvsBytesMetric, s.Bytes[i], direction)
 	}
 	for at, ep := range s.endpoints {
-		show(ipvsEndpointConnectionsDesc, prometheus.CounterValue, ep.Connections, at.String())
-		show(ipvsEndpointActiveDesc, prometheus.GaugeValue, uint64(ep.Active), at.String())
+		show(ipvsEndpointConnectionsMetric, ep.Connections, at.String())
+		show(ipvsEndpointActiveMetric, uint64(ep.Active), at.String())
 		for i, direction := range directions {
-			show(ipvsEndpointBytesDesc, prometheus.CounterValue, ep.Bytes[i], at.String(), direction)
+			show(ipvsEndpointBytesMetric, ep.Bytes[i], at.String(), direction)
 		}
 	}
 }
