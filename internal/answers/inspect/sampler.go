@@ -3,6 +3,7 @@ package inspect
 import (
 	"cmp"
 	"context"
+	"maps"
 	"math"
 	"net/netip"
 	"slices"
@@ -150,12 +151,7 @@ func NewSampler(from reconcile.Inspector) *Sampler {
 func (s *Sampler) Installed() bool { return s.version != "" || len(s.ports) > 0 }
 
 // Names returns the known Service ports, unsorted.
-func (s *Sampler) Names() (names []string) {
-	for name := range s.ports {
-		names = append(names, name)
-	}
-	return names
-}
+func (s *Sampler) Names() []string { return slices.Collect(maps.Keys(s.ports)) }
 
 // Sample reads counters. Visible are the ports that are shown, and expanded those whose endpoints are shown too. With
 // all, it reads every frontend at any cost; otherwise interval, the time since the last sample, limits how many are

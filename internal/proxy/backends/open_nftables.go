@@ -6,6 +6,7 @@ import (
 	"log/slog"
 	"net/netip"
 	"os"
+	"slices"
 	"sync"
 	"time"
 
@@ -205,15 +206,7 @@ func HasTables() bool {
 	}
 	defer r.Close()
 	revisions, err := r.Revisions()
-	if err != nil {
-		return false
-	}
-	for _, revision := range revisions {
-		if revision.Number != 0 {
-			return true
-		}
-	}
-	return false
+	return err == nil && slices.ContainsFunc(revisions[:], func(r nft.Revision) bool { return r.Number != 0 })
 }
 
 // removeNFTables deletes our tables and what IPVS has of ours. Where the kernel has no nf_tables there are none.

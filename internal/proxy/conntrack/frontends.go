@@ -12,6 +12,7 @@
 package conntrack
 
 import (
+	"maps"
 	"net/netip"
 	"slices"
 
@@ -49,9 +50,7 @@ func (fs frontends) replace(before, after []*dataplane.Service) []dataplane.Key 
 			delete(was, f.Key)
 		}
 	}
-	for k := range was {
-		changed = append(changed, k)
-	}
+	changed = slices.AppendSeq(changed, maps.Keys(was))
 	slices.SortFunc(changed, dataplane.Key.Compare)
 	return changed
 }

@@ -274,11 +274,9 @@ func (r *Releaser) follow(was, now *dataplane.ServicePort, t time.Time) {
 // forgetServing forgets the endpoints that a port has, unless it has ejected them.
 func (r *Releaser) forgetServing(sp *dataplane.ServicePort) {
 	if len(r.gone) < len(sp.Serving) {
-		for k := range r.gone {
-			if k.port == sp.Name && serves(sp, k.endpoint) && unhealthySince(sp, k.endpoint).IsZero() {
-				delete(r.gone, k)
-			}
-		}
+		maps.DeleteFunc(r.gone, func(k goneKey, _ *goneEndpoint) bool {
+			return k.port == sp.Name && serves(sp, k.endpoint) && unhealthySince(sp, k.endpoint).IsZero()
+		})
 		return
 	}
 	for _, e := range sp.Serving {
