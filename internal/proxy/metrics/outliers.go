@@ -1,6 +1,11 @@
 package metrics
 
-import "github.com/prometheus/client_golang/prometheus"
+import (
+	"github.com/prometheus/client_golang/prometheus"
+
+	"github.com/verdict-proxy/verdict/internal/proxy/outlier"
+	"github.com/verdict-proxy/verdict/sync/snapshot"
+)
 
 var (
 	ejectedMetric = scrapedGauge("verdict_endpoints_ejected",
@@ -17,12 +22,13 @@ var (
 // sendOutliers shows endpoints that do not answer or refuse.
 func (o *Options) sendOutliers(ch chan<- prometheus.Metric) {
 	now := o.Outliers()
-	for m, values := range map[scraped]map[string]float64{ejectedMetric: now.Ejected, ejectionsMetric: now.Ejections,
-		probesMetric: now.Probes} {
-		for label, value := range values {
-			m.put(ch, value, label)
-		}
+	for c := range now.Ejected {
+		ejectedMetric.put(ch, float64(now.Ejected[c]), snapshot.Cause(c).String())
+		ejectionsMetric.put(ch, float64(now.Ejections[c]), snapshot.Cause(c).String())
+	}
+	for result, n := range now.Probes {
+		probesMetric.put(ch, float64(n), outlier.Outcome(result).String())
 	}
 	unansweredDeletedMetric.put(ch, float64(now.FlowsDeleted))
-	evidenceFailuresMetric.put(ch, float64(now.ReadFailures))
+	evidenceFailuresMetric.put(ch, float64(now.ReadErrors))
 }
