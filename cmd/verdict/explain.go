@@ -90,12 +90,8 @@ missing ones from the settings in the kernel.`,
 
 func (o *explainOptions) addFlags(f *pflag.FlagSet) {
 	f.BoolVar(&o.live, "live", false, "ask the kernel of this node; needs CAP_NET_ADMIN")
-	f.StringVar(
-		&o.iface,
-		"interface",
-		"",
-		"the interface the packet comes in by (default: the one this host's routes lead back to SRC)",
-	)
+	f.StringVar(&o.iface, "interface", "",
+		"the interface the packet comes in by (default: the one this host's routes lead back to SRC)")
 	f.StringVar(&o.at, "at", "", "ask the ledger for this time: 14:03:07, 2006-01-02 14:03:07 or RFC 3339")
 	o.ledger.addFlags(f)
 	f.StringVar(&o.to, "to", "", "say which Services lead to this pod: its address or, of an API server, NAMESPACE/NAME")

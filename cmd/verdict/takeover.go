@@ -154,8 +154,7 @@ func ownRules(ctx context.Context) (takeover.Own, error) {
 		return takeover.Own{}, nil
 	}
 	errNobody := errors.New(
-		"this node has no rules of Verdict, so no Services would be programmed: start verdict run first",
-	)
+		"this node has no rules of Verdict, so no Services would be programmed: start verdict run first")
 	i, err := xtables.Inspect(ctx, iptshim.Options{})
 	if err != nil { // without programs there are no rules of ours
 		return takeover.Own{}, errNobody

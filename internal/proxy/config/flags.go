@@ -69,10 +69,8 @@ var FlagGroups = []string{
 }
 
 // flags lists all flags that set fields.
-var flags = slices.Concat(
-	group(0, ofRun, clientFlags), group(1, ofPolicy, policyFlags), group(2, ofRun, ownFlags),
-	group(3, ofRun, kernelFlags), group(4, ofRun, serverFlags), group(5, ofRun, logFlags),
-)
+var flags = slices.Concat(group(0, ofRun, clientFlags), group(1, ofPolicy, policyFlags), group(2, ofRun, ownFlags),
+	group(3, ofRun, kernelFlags), group(4, ofRun, serverFlags), group(5, ofRun, logFlags))
 
 // group puts flags under a heading.
 func group(heading int, about scope, options []option) []option {
@@ -382,19 +380,11 @@ func withText(err error, text string) error {
 
 // Add adds all flags.
 func (f *Flags) Add(fs *pflag.FlagSet) {
-	fs.StringVar(
-		&f.WriteConfigTo,
-		"write-config-to",
-		"",
-		"write the effective configuration, with all flags and defaults, to this file, and exit",
-	)
+	fs.StringVar(&f.WriteConfigTo, "write-config-to", "",
+		"write the effective configuration, with all flags and defaults, to this file, and exit")
 	fs.BoolVar(&f.Cleanup, "cleanup", false, `remove everything of ours from this node, and exit: "verdict cleanup"`)
-	fs.BoolVar(
-		&f.InitOnly,
-		"init-only",
-		false,
-		"set the sysctls and exit; only this needs a privileged container, the rest only CAP_NET_ADMIN",
-	)
+	fs.BoolVar(&f.InitOnly, "init-only", false,
+		"set the sysctls and exit; only this needs a privileged container, the rest only CAP_NET_ADMIN")
 	fs.BoolVar(&f.Version, "version", false, "print the version, and exit")
 	fs.StringVar(&f.masterURL, "master", "", "address of the API server, overrides the kubeconfig file")
 	fs.Lookup("master").Annotations = map[string][]string{GroupAnnotation: FlagGroups[:1]}
