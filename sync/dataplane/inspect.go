@@ -256,16 +256,21 @@ type NamedCount struct {
 	Port PortName
 }
 
-// SchedulerCount is what IPVS counted at a frontend, or at one of its endpoints, since it was made. Rates are a second
-// each, and follow some seconds behind.
+// SchedulerCount is what IPVS counted at a frontend, or at one of its endpoints.
 type SchedulerCount struct {
 	Frontend Key `json:"-"`
 	// Endpoint is invalid for the frontend itself, which has no Weight and no connections that are open.
 	Endpoint netip.AddrPort `json:"-"`
 	// Active and Inactive are connections now, and Weight is 0 for an endpoint that drains.
-	Active         uint64 `json:"active"`
-	Inactive       uint64 `json:"inactive"`
-	Weight         uint32 `json:"weight"`
+	Active   uint64 `json:"active"`
+	Inactive uint64 `json:"inactive"`
+	Weight   uint32 `json:"weight"`
+	SchedulerStatistics
+}
+
+// SchedulerStatistics are what IPVS counted since the frontend or the endpoint was made. Rates are a second each, and
+// follow some seconds behind.
+type SchedulerStatistics struct {
 	Connections    uint64 `json:"-"`
 	PacketsIn      uint64 `json:"packetsIn"`
 	PacketsOut     uint64 `json:"packetsOut"`
@@ -283,6 +288,11 @@ func (c *SchedulerCount) Add(o *SchedulerCount) {
 	c.Weight = o.Weight
 	c.Active += o.Active
 	c.Inactive += o.Inactive
+	c.SchedulerStatistics.Add(&o.SchedulerStatistics)
+}
+
+// Add adds what was counted elsewhere.
+func (c *SchedulerStatistics) Add(o *SchedulerStatistics) {
 	c.Connections += o.Connections
 	c.ConnectionRate += o.ConnectionRate
 	c.PacketsIn += o.PacketsIn

@@ -100,7 +100,7 @@ func newWorld(o Options) *world {
 	o.Unscheduled = func() []reconcile.Quarantined { return nil }
 	if o.IPVS == nil {
 		w.ipvs = &fakeIPVS{
-			services:  map[dataplane.Key]IPVSCounts{},
+			services:  map[dataplane.Key]dataplane.SchedulerStatistics{},
 			endpoints: map[dataplane.Key]map[netip.AddrPort]IPVSEndpoint{},
 		}
 		o.IPVS = w.ipvs
