@@ -52,10 +52,8 @@ func differenceAt(k dataplane.Key, want *VirtualService, have *found) (lines []s
 			case !there:
 				lines = append(lines, fmt.Sprintf("the destination %s of %s is missing", d.AddrPort, k))
 			case is.Weight != d.Weight:
-				lines = append(
-					lines,
-					fmt.Sprintf("the destination %s of %s has weight %d, not %d", d.AddrPort, k, is.Weight, d.Weight),
-				)
+				lines = append(lines,
+					fmt.Sprintf("the destination %s of %s has weight %d, not %d", d.AddrPort, k, is.Weight, d.Weight))
 			}
 		}
 	}

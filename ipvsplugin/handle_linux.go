@@ -31,11 +31,8 @@ type Missing struct {
 
 func (e *Missing) Error() string {
 	names := strings.Join(e.Modules, " ")
-	return fmt.Sprintf(
-		"IPVS cannot schedule: the kernel lacks %s and failed to load it (try modprobe -a %s)",
-		names,
-		names,
-	)
+	return fmt.Sprintf("IPVS cannot schedule: the kernel lacks %s and failed to load it (try modprobe -a %s)", names,
+		names)
 }
 
 // open opens the handle, anew if there is one: IPVS may have been loaded again since.

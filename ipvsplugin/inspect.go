@@ -3,7 +3,6 @@ package ipvsplugin
 import (
 	"context"
 	"fmt"
-	"net/netip"
 
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 	"github.com/verdict-proxy/verdict/sync/reconcile"
@@ -110,20 +109,12 @@ func (i *Inspector) scheduled(k dataplane.Key, c *dataplane.Counters) error {
 	if err != nil || !there {
 		return err
 	}
-	c.Scheduled = append(c.Scheduled, vs.Statistics.plain(k, netip.AddrPort{}))
+	c.Scheduled = append(c.Scheduled, dataplane.SchedulerCount{Frontend: k, SchedulerStatistics: vs.Statistics})
 	for n := range vs.Destinations {
 		d := &vs.Destinations[n]
-		s := d.Statistics.plain(k, d.AddrPort)
-		s.Weight, s.Active, s.Inactive = d.Weight, uint64(d.Active), uint64(d.Inactive)
-		c.Scheduled = append(c.Scheduled, s)
+		c.Scheduled = append(c.Scheduled, dataplane.SchedulerCount{Frontend: k, Endpoint: d.AddrPort, Weight: d.Weight,
+			Active: uint64(d.Active), Inactive: uint64(d.Inactive), SchedulerStatistics: d.Statistics})
 	}
 	c.Read += len(vs.Destinations)
 	return nil
-}
-
-func (s *Statistics) plain(frontend dataplane.Key, endpoint netip.AddrPort) dataplane.SchedulerCount {
-	return dataplane.SchedulerCount{Frontend: frontend, Endpoint: endpoint,
-		Connections: s.Connections, ConnectionRate: s.ConnectionRate,
-		PacketsIn: s.PacketsIn, PacketsOut: s.PacketsOut, BytesIn: s.BytesIn, BytesOut: s.BytesOut,
-		PacketRateIn: s.PacketRateIn, PacketRateOut: s.PacketRateOut, ByteRateIn: s.ByteRateIn, ByteRateOut: s.ByteRateOut}
 }

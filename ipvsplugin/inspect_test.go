@@ -48,8 +48,8 @@ func TestInspect(t *testing.T) {
 	c, err := i.Counters(t.Context(), dataplane.CountersAsked{Endpoints: []dataplane.FrontendCount{other,
 		{Counted: dataplane.Counted{Key: key}, Scheduled: true}}})
 	labtest.Check(t, err)
-	want := []dataplane.SchedulerCount{{Frontend: key, Connections: 5, BytesIn: 7},
-		{Frontend: key, Endpoint: ep, Weight: 2, Active: 3, Inactive: 4, Connections: 5}}
+	want := []dataplane.SchedulerCount{{Frontend: key, SchedulerStatistics: Statistics{Connections: 5, BytesIn: 7}},
+		{Frontend: key, Endpoint: ep, Weight: 2, Active: 3, Inactive: 4, SchedulerStatistics: Statistics{Connections: 5}}}
 	if !reflect.DeepEqual(c.Scheduled, want) {
 		t.Errorf("%+v", c.Scheduled)
 	}

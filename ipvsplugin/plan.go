@@ -168,11 +168,8 @@ func wants(vs *VirtualService, a netip.AddrPort) bool {
 	if vs == nil {
 		return false
 	}
-	_, there := slices.BinarySearchFunc(
-		vs.Destinations,
-		a,
-		func(d Destination, a netip.AddrPort) int { return d.Compare(a) },
-	)
+	_, there := slices.BinarySearchFunc(vs.Destinations, a,
+		func(d Destination, a netip.AddrPort) int { return d.Compare(a) })
 	return there
 }
 

@@ -13,16 +13,8 @@ import (
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 )
 
-// Statistics are what IPVS counted, since the virtual service or destination was made. The kernel's rates follow some
-// seconds behind.
-type Statistics struct {
-	Connections                 uint64
-	PacketsIn, PacketsOut       uint64
-	BytesIn, BytesOut           uint64
-	ConnectionRate              uint64 // per second, as all rates
-	PacketRateIn, PacketRateOut uint64
-	ByteRateIn, ByteRateOut     uint64
-}
+// Statistics are those of a virtual service or of a destination.
+type Statistics = dataplane.SchedulerStatistics
 
 // ServiceStatistics are those of a virtual service of ours.
 type ServiceStatistics struct {

@@ -65,7 +65,7 @@ process first.`,
 				warnNoRules(cmd.Context(), cmd.ErrOrStderr())
 			}
 			if asJSON {
-				err = errors.Join(err, inspect.WriteJSON(cmd.OutOrStdout(), cleanedUp{removed}))
+				err = errors.Join(err, inspect.Show(cmd.OutOrStdout(), true, cleanedUp{removed}, nil))
 			}
 			if err == nil && stay {
 				fmt.Fprintln(cmd.ErrOrStderr(), "verdict: done; waiting to be stopped")

@@ -41,11 +41,7 @@ Exit status: 0 if there is no difference, 1 if there is one, 2 if something went
 		if err != nil {
 			return false, err
 		}
-		if asJSON {
-			return c.Same, inspect.WriteJSON(cmd.OutOrStdout(), c.JSON(true))
-		}
-		p := terminal.NewPrinter(cmd.OutOrStdout())
-		c.PrintDiff(p, all)
-		return c.Same, p.Err()
+		text := func(p *terminal.Printer) { c.PrintDiff(p, all) }
+		return c.Same, inspect.Show(cmd.OutOrStdout(), asJSON, c.JSON(true), text)
 	})
 }

@@ -90,12 +90,8 @@ missing ones from the settings in the kernel.`,
 
 func (o *explainOptions) addFlags(f *pflag.FlagSet) {
 	f.BoolVar(&o.live, "live", false, "ask the kernel of this node; needs CAP_NET_ADMIN")
-	f.StringVar(
-		&o.iface,
-		"interface",
-		"",
-		"the interface the packet comes in by (default: the one this host's routes lead back to SRC)",
-	)
+	f.StringVar(&o.iface, "interface", "",
+		"the interface the packet comes in by (default: the one this host's routes lead back to SRC)")
 	f.StringVar(&o.at, "at", "", "ask the ledger for this time: 14:03:07, 2006-01-02 14:03:07 or RFC 3339")
 	o.ledger.addFlags(f)
 	f.StringVar(&o.to, "to", "", "say which Services lead to this pod: its address or, of an API server, NAMESPACE/NAME")
@@ -108,12 +104,12 @@ func (o *explainOptions) addFlags(f *pflag.FlagSet) {
 
 // print writes the answer as text or JSON.
 func (o *explainOptions) print(w io.Writer, a *inspect.Answer) error {
-	if o.json {
-		return inspect.WriteJSON(w, a.JSON(o.trace))
+	if !o.trace && a.Kernel != nil {
+		a.Kernel.Steps = nil
 	}
-	p := terminal.NewPrinter(w)
-	a.Print(p, inspect.TextOptions{All: o.all, Trace: o.trace})
-	return p.Err()
+	return inspect.Show(w, o.json, a, func(p *terminal.Printer) {
+		a.Print(p, inspect.TextOptions{All: o.all, Trace: o.trace})
+	})
 }
 
 func (o *explainOptions) checkArgs(cmd *cobra.Command, args []string) error {
@@ -198,7 +194,7 @@ func (o *explainOptions) addRecords(a *inspect.Answer, dir string, past *backend
 	if a.Kernel.Service == nil {
 		return nil
 	}
-	service := a.Kernel.Service.Port.Service.String()
+	service := a.Kernel.Service.Name
 	before, after, err := ledger.Around(dir, past.Last.Number, service, backends.ServicesIn)
 	if err != nil {
 		return err

@@ -3,7 +3,6 @@ package main
 import (
 	"encoding/json"
 	"math"
-	"net/netip"
 	"os"
 	"path/filepath"
 	"strings"
@@ -85,7 +84,7 @@ func checkAnswerJSON(t *testing.T, q question, text string) {
 	t.Helper()
 	got, err := command(append(q.args, "--json")...)
 	labtest.Check(t, err)
-	var a inspect.AnswerJSON
+	var a inspect.Answer
 	d := json.NewDecoder(strings.NewReader(got))
 	d.DisallowUnknownFields()
 	labtest.Check(t, d.Decode(&a))
@@ -93,7 +92,7 @@ func checkAnswerJSON(t *testing.T, q question, text string) {
 	whole := 0.0
 	for _, e := range v.Endpoints {
 		whole += e.Chance
-		addr := netip.AddrPortFrom(netip.MustParseAddr(e.Address), e.Port)
+		addr := e.AddrPort()
 		if !strings.Contains(text, addr.String()) {
 			t.Errorf("the text lacks %s", addr)
 		}
@@ -193,7 +192,7 @@ func TestExplainInterfaces(t *testing.T) {
 	} {
 		out, err := command(append(append([]string{"explain", "--json"}, strings.Fields(test.args)...), flags...)...)
 		labtest.Check(t, err)
-		var a inspect.AnswerJSON
+		var a inspect.Answer
 		labtest.Check(t, json.Unmarshal([]byte(out), &a))
 		if a.Origin.Pod != test.pod || !strings.Contains(a.Origin.Why, test.why) {
 			t.Errorf("%s: %+v; want %q", test.args, a.Origin, test.why)

@@ -29,12 +29,9 @@ func (o *explainOptions) leadingTo(ctx context.Context, w io.Writer) error {
 	if err != nil {
 		return err
 	}
-	if o.json {
-		return inspect.WriteJSON(w, led)
-	}
-	p := terminal.NewPrinter(w)
-	cluster.PrintLed(p, "no Service leads to "+o.to, led)
-	return p.Err()
+	return inspect.Show(w, o.json, led, func(p *terminal.Printer) {
+		cluster.PrintLed(p, "no Service leads to "+o.to, led)
+	})
 }
 
 func (o *explainOptions) led(ctx context.Context) ([]cluster.Led, error) {

@@ -98,6 +98,18 @@ func (o *clusterOptions) open(cmd *cobra.Command) (*cluster.Cluster, string, err
 	return c, namespace, nil
 }
 
+// connected connects to the cluster before a command runs.
+func (o *clusterOptions) connected(run func(c *cluster.Cluster, namespace string, args []string) (int, error),
+) func(cmd *cobra.Command, args []string) (int, error) {
+	return func(cmd *cobra.Command, args []string) (int, error) {
+		c, namespace, err := o.open(cmd)
+		if err != nil {
+			return 0, err
+		}
+		return run(c, namespace, args)
+	}
+}
+
 // diffStatus gives a command of the plugin the exit statuses of diff.
 func diffStatus(cmd *cobra.Command, run func(cmd *cobra.Command, args []string) (int, error)) *cobra.Command {
 	cmd.RunE = func(cmd *cobra.Command, args []string) error {
@@ -122,24 +134,13 @@ func newClusterStatus(o *clusterOptions) *cobra.Command {
 		Args:  noArgs(""),
 	}
 	addJSON(cmd.Flags(), &asJSON, "print JSON (docs/CLUSTER.md)")
-	return diffStatus(cmd, func(cmd *cobra.Command, _ []string) (int, error) {
-		c, _, err := o.open(cmd)
-		if err != nil {
-			return 0, err
-		}
+	return diffStatus(cmd, o.connected(func(c *cluster.Cluster, _ string, _ []string) (int, error) {
 		r, err := c.Status(cmd.Context())
 		if err != nil {
 			return 0, err
 		}
-		if asJSON {
-			err = inspect.WriteJSON(cmd.OutOrStdout(), r)
-		} else {
-			p := terminal.NewPrinter(cmd.OutOrStdout())
-			r.Print(p)
-			err = p.Err()
-		}
-		return r.Code(), err
-	})
+		return r.Code(), inspect.Show(cmd.OutOrStdout(), asJSON, r, r.Print)
+	}))
 }
 
 func newClusterExplain(o *clusterOptions) *cobra.Command {
@@ -172,13 +173,8 @@ a pod.`,
 				if err != nil {
 					return err
 				}
-				if asJSON {
-					return inspect.WriteJSON(cmd.OutOrStdout(), led)
-				}
-				p := terminal.NewPrinter(cmd.OutOrStdout())
 				none := fmt.Sprintf("no Service of namespace %s leads to pod %s", pod.Namespace, pod.Name)
-				cluster.PrintLed(p, none, led)
-				return p.Err()
+				return inspect.Show(cmd.OutOrStdout(), asJSON, led, func(p *terminal.Printer) { cluster.PrintLed(p, none, led) })
 			}
 			service, port, err := cluster.ParseRef(args[1], namespace, "svc", "service", "services")
 			if err != nil {
@@ -249,22 +245,18 @@ func newClusterCompare(o *clusterOptions, name string) *cobra.Command {
 	}[name]
 	addJSON(cmd.Flags(), &asJSON, "print JSON: the answer of each node")
 	cmd.Flags().BoolVar(&all, "all", false, "print all lines, however many there are")
-	return diffStatus(cmd, func(cmd *cobra.Command, _ []string) (int, error) {
-		c, _, err := o.open(cmd)
-		if err != nil {
-			return 0, err
-		}
+	return diffStatus(cmd, o.connected(func(c *cluster.Cluster, _ string, _ []string) (int, error) {
 		if asJSON {
 			a, err := c.CompareJSON(cmd.Context(), name)
 			if err != nil {
 				return 0, err
 			}
-			return a.Code(), inspect.WriteJSON(cmd.OutOrStdout(), a)
+			return a.Code(), inspect.Show(cmd.OutOrStdout(), true, a, nil)
 		}
 		p := terminal.NewPrinter(cmd.OutOrStdout())
 		code, err := c.Compare(cmd.Context(), p, name, all)
 		return code, errors.Join(err, p.Err())
-	})
+	}))
 }
 
 func newClusterTop(o *clusterOptions) *cobra.Command {
@@ -278,23 +270,14 @@ func newClusterTop(o *clusterOptions) *cobra.Command {
 	cmd.Flags().DurationVar(&interval, "interval", 2*time.Second, "time between the two samples, at least 100ms")
 	cmd.Flags().BoolVar(&all, "all", false, "print all service ports")
 	addJSON(cmd.Flags(), &asJSON, "print JSON")
-	return diffStatus(cmd, func(cmd *cobra.Command, _ []string) (int, error) {
-		c, _, err := o.open(cmd)
-		if err != nil {
-			return 0, err
-		}
+	return diffStatus(cmd, o.connected(func(c *cluster.Cluster, _ string, _ []string) (int, error) {
 		c.Timeout += interval
 		top, err := c.Top(cmd.Context(), cluster.TopOptions{Interval: interval, All: all})
 		if err != nil {
 			return 0, err
 		}
-		if asJSON {
-			return top.Code(), inspect.WriteJSON(cmd.OutOrStdout(), top)
-		}
-		p := terminal.NewPrinter(cmd.OutOrStdout())
-		top.Print(p, all)
-		return top.Code(), p.Err()
-	})
+		return top.Code(), inspect.Show(cmd.OutOrStdout(), asJSON, top, func(p *terminal.Printer) { top.Print(p, all) })
+	}))
 }
 
 func newClusterWait(o *clusterOptions) *cobra.Command {
@@ -313,11 +296,7 @@ outside of the cluster.`,
 	cmd.Flags().DurationVar(&timeout, "timeout", time.Minute, "how long to wait")
 	cmd.Flags().DurationVar(&every, "interval", 500*time.Millisecond, "how often the nodes that are left are asked")
 	addJSON(cmd.Flags(), &asJSON, "print JSON")
-	return diffStatus(cmd, func(cmd *cobra.Command, args []string) (int, error) {
-		c, namespace, err := o.open(cmd)
-		if err != nil {
-			return 0, err
-		}
+	return diffStatus(cmd, o.connected(func(c *cluster.Cluster, namespace string, args []string) (int, error) {
 		c.Progress = nil
 		service, _, err := cluster.ParseRef(args[0], namespace, "svc", "service", "services")
 		if err != nil {
@@ -332,10 +311,10 @@ outside of the cluster.`,
 			if err != nil {
 				code = exitDiffers
 			}
-			return code, inspect.WriteJSON(cmd.OutOrStdout(), waited{nodes, time.Since(begin).Seconds(), left})
+			return code, inspect.Show(cmd.OutOrStdout(), true, waited{nodes, time.Since(begin).Seconds(), left}, nil)
 		}
 		return printWaited(terminal.NewPrinter(cmd.OutOrStdout()), nodes, left, time.Since(begin), err)
-	})
+	}))
 }
 
 // waited is what wait prints with -o json.

@@ -139,13 +139,7 @@ func (o *logOptions) checkLedger(dir string, w io.Writer) error {
 	if err != nil {
 		return err
 	}
-	if o.json {
-		err = inspect.WriteJSON(w, found)
-	} else {
-		p := terminal.NewPrinter(w)
-		found.print(p)
-		err = p.Err()
-	}
+	err = inspect.Show(w, o.json, found, found.print)
 	if len(found.Breaks) > 0 {
 		return errors.Join(err, exitStatus(exitDiffers))
 	}
@@ -216,15 +210,13 @@ func (o *logOptions) replayLedger(dir string, w io.Writer) error {
 	if err := past.Write(); err != nil {
 		return err
 	}
-	if o.json {
-		return inspect.WriteJSON(w, map[string]any{"record": past.Last.Number, "at": past.Last.At, "held": past.Held})
-	}
-	p := terminal.NewPrinter(w)
-	p.Line("replayed up to record %d of %s", past.Last.Number, past.Last.At.Local().Format(ledger.TimeLayout))
-	for _, line := range past.Held {
-		p.Line("%s", line)
-	}
-	return p.Err()
+	replayed := map[string]any{"record": past.Last.Number, "at": past.Last.At, "held": past.Held}
+	return inspect.Show(w, o.json, replayed, func(p *terminal.Printer) {
+		p.Line("replayed up to record %d of %s", past.Last.Number, past.Last.At.Local().Format(ledger.TimeLayout))
+		for _, line := range past.Held {
+			p.Line("%s", line)
+		}
+	})
 }
 
 // followEvery is how often log looks for more records.

@@ -88,10 +88,10 @@ func TestExplainFromAPI(t *testing.T) {
 	}
 	out, err := ask(server.URL)
 	labtest.Check(t, err)
-	var a inspect.AnswerJSON
+	var a inspect.Answer
 	labtest.Check(t, json.Unmarshal([]byte(out), &a))
-	if v := a.Objects; v.From != "the API server" || len(v.Endpoints) != 1 || v.Endpoints[0].Address != "10.244.1.1" ||
-		v.Service.Name != "default/web" {
+	if v := a.Objects; v.From != "the API server" || len(v.Endpoints) != 1 ||
+		v.Endpoints[0].Address.String() != "10.244.1.1" || v.Service.Name != "default/web" {
 		t.Errorf("%s", out)
 	}
 	forbidden := httptest.NewServer(lists{"services": apiLists["services"]})

@@ -101,14 +101,9 @@ Exit status: 0 if nothing changes for packets, 1 if something does, 2 if somethi
 		if err != nil {
 			return false, err
 		}
-		if o.json {
-			err = inspect.WriteJSON(cmd.OutOrStdout(), p)
-		} else {
-			to := terminal.NewPrinter(cmd.OutOrStdout())
+		return !p.Has(o.failOn), inspect.Show(cmd.OutOrStdout(), o.json, p, func(to *terminal.Printer) {
 			p.Print(to, plan.TextOptions{All: o.all, Verbose: o.verbose})
-			err = to.Err()
-		}
-		return !p.Has(o.failOn), err
+		})
 	})
 }
 
@@ -190,12 +185,12 @@ from the API server.`,
 		if err != nil {
 			return 0, err
 		}
-		to := terminal.NewPrinter(cmd.OutOrStdout())
 		options := []string{"--fail-on=" + strings.Join(failOn, ",")}
 		if node != "" {
 			if all {
 				options = append(options, "--all")
 			}
+			to := terminal.NewPrinter(cmd.OutOrStdout())
 			code, err := c.PlanOn(cmd.Context(), to, node, files.ChangeFiles, append(options, "-o", output))
 			return code, errors.Join(err, to.Err())
 		}
@@ -203,10 +198,7 @@ from the API server.`,
 		if err != nil {
 			return 0, err
 		}
-		if output == "json" {
-			return r.Code(), inspect.WriteJSON(cmd.OutOrStdout(), r)
-		}
-		r.Print(to, all)
-		return r.Code(), to.Err()
+		show := func(to *terminal.Printer) { r.Print(to, all) }
+		return r.Code(), inspect.Show(cmd.OutOrStdout(), output == "json", r, show)
 	})
 }

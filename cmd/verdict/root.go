@@ -92,24 +92,8 @@ verify, compare and plan: 0 equal, 1 different, 2 error.`,
 		SilenceUsage:  true,
 		SilenceErrors: true,
 	}
-	root.AddCommand(
-		newDemo(),
-		newRun(),
-		newRender(),
-		newExplain(),
-		newDiff(),
-		newPlan(),
-		newComparePackets(),
-		newVerify(),
-		newTop(),
-		newStatus(),
-		newLedgerLog(),
-		newCleanup(),
-		newTakeover(),
-		newCollect(),
-		newBench(),
-		newVersion(),
-	)
+	root.AddCommand(newDemo(), newRun(), newRender(), newExplain(), newDiff(), newPlan(), newComparePackets(), newVerify(),
+		newTop(), newStatus(), newLedgerLog(), newCleanup(), newTakeover(), newCollect(), newBench(), newVersion())
 	setHelp(root)
 	completeWords(root)
 	return root

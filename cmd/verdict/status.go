@@ -67,12 +67,7 @@ func (o *statusOptions) run(cmd *cobra.Command) error {
 	if err != nil {
 		return err
 	}
-	if o.json {
-		return inspect.WriteJSON(cmd.OutOrStdout(), s)
-	}
-	p := terminal.NewPrinter(cmd.OutOrStdout())
-	inspect.PrintStatus(p, s)
-	return p.Err()
+	return inspect.Show(cmd.OutOrStdout(), o.json, s, func(p *terminal.Printer) { inspect.PrintStatus(p, s) })
 }
 
 // printInForce prints what the kernel says is in force, where the proxy does not answer.

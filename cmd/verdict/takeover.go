@@ -47,12 +47,7 @@ of Services overlap addresses of nodes, pods or the API server.`,
 			if t == nil {
 				return err
 			}
-			if asJSON {
-				return errors.Join(err, inspect.WriteJSON(cmd.OutOrStdout(), t))
-			}
-			p := terminal.NewPrinter(cmd.OutOrStdout())
-			t.print(p)
-			return errors.Join(err, p.Err())
+			return errors.Join(err, inspect.Show(cmd.OutOrStdout(), asJSON, t, t.print))
 		},
 	}
 	from.AddFlags(cmd.Flags())
@@ -159,8 +154,7 @@ func ownRules(ctx context.Context) (takeover.Own, error) {
 		return takeover.Own{}, nil
 	}
 	errNobody := errors.New(
-		"this node has no rules of Verdict, so no Services would be programmed: start verdict run first",
-	)
+		"this node has no rules of Verdict, so no Services would be programmed: start verdict run first")
 	i, err := xtables.Inspect(ctx, iptshim.Options{})
 	if err != nil { // without programs there are no rules of ours
 		return takeover.Own{}, errNobody

@@ -52,12 +52,8 @@ time; if there are more, 2,000 per second: first those on the screen, then the o
 	f := cmd.Flags()
 	f.DurationVar(&o.interval, "interval", 2*time.Second, "time between two samples, at least 100ms")
 	f.StringVar(&o.order, "sort", inspect.ByRate, "rate, total or name")
-	f.StringVar(
-		&o.service,
-		"service",
-		"",
-		"show only this Service, NAMESPACE/NAME or NAMESPACE/NAME:PORT, with its endpoints",
-	)
+	f.StringVar(&o.service, "service", "",
+		"show only this Service, NAMESPACE/NAME or NAMESPACE/NAME:PORT, with its endpoints")
 	f.BoolVar(&o.once, "once", false, "print one sample")
 	f.BoolVar(&o.all, "all", false, "with --once, print all service ports, not only the first 20")
 	f.IntVar(&o.limit, "limit", 0, "with --once or --json, print only so many service ports, the first by --sort")
@@ -113,9 +109,7 @@ func (o *topOptions) printOnce(cmd *cobra.Command, t *inspect.Top) error {
 		return err
 	}
 	if o.json {
-		return inspect.WriteJSON(cmd.OutOrStdout(), sample.JSON(shown))
+		sample.Ports = sample.Ports[:shown]
 	}
-	p := terminal.NewPrinter(cmd.OutOrStdout())
-	sample.Print(p, shown)
-	return p.Err()
+	return inspect.Show(cmd.OutOrStdout(), o.json, sample, func(p *terminal.Printer) { sample.Print(p, shown) })
 }

@@ -153,7 +153,7 @@ func TestTopOnce(t *testing.T) {
 		t.Errorf("%d\n%s", status, out)
 	}
 	out, _ = c.run("top", "--json", "--interval", "500ms", "--service", "shop/checkout")
-	var got inspect.SampleJSON
+	var got inspect.Sample
 	d := json.NewDecoder(strings.NewReader(out))
 	d.DisallowUnknownFields()
 	labtest.Check(t, d.Decode(&got))
@@ -170,7 +170,7 @@ func TestTopOnce(t *testing.T) {
 		t.Errorf("the endpoints have %v of %v", sum, got.Ports[0].Rate)
 	}
 	out, _ = c.run("top", "--json", "--interval", "500ms", "--limit", "2")
-	got = inspect.SampleJSON{}
+	got = inspect.Sample{}
 	labtest.Check(t, json.Unmarshal([]byte(out), &got))
 	if len(got.Ports) != 2 || got.PortCount != 14 || got.Ports[0].Service != "shop/checkout" || got.Rate == 0 {
 		t.Errorf("--limit 2: %s", out)

@@ -49,12 +49,8 @@ Exit status: 0 if everything is in sync, 1 if not, 2 if something went wrong.`,
 		if err != nil {
 			return false, err
 		}
-		if asJSON {
-			return c.Same, inspect.WriteJSON(cmd.OutOrStdout(), c.JSON(false)) // diff shows the differences
-		}
-		p := terminal.NewPrinter(cmd.OutOrStdout())
-		c.PrintVerify(p, all)
-		return c.Same, p.Err()
+		short := c.JSON(false) // diff shows the differences
+		return c.Same, inspect.Show(cmd.OutOrStdout(), asJSON, short, func(p *terminal.Printer) { c.PrintVerify(p, all) })
 	})
 }
 

@@ -56,29 +56,29 @@ func newVersion() *cobra.Command {
 this kernel. It changes nothing, but needs CAP_NET_ADMIN.`,
 		Args: noArgs(""),
 		RunE: func(cmd *cobra.Command, _ []string) error {
-			v := versionInfo{node.BuildInfo(), probeKernel(cmd.Context())}
-			if asJSON {
-				return inspect.WriteJSON(cmd.OutOrStdout(), v)
-			}
-			p := terminal.NewPrinter(cmd.OutOrStdout())
-			p.Line("verdict   %s", v.Version)
-			if v.Commit != "" {
-				changed := ""
-				if v.Modified {
-					changed = ", with other changes"
-				}
-				p.Line("commit    %s of %s%s", v.Commit, v.Date, changed)
-			}
-			p.Line("built     with %s for %s", v.Go, v.Platform)
-			p.Line("kernel    Linux %s", v.Kernel.Release)
-			p.Line("nftables  %s", v.Kernel.NFTables)
-			p.Line("iptables  %s", v.Kernel.IPTables)
-			p.Line("IPVS      %s", v.Kernel.IPVS)
-			return p.Err()
+			v := &versionInfo{node.BuildInfo(), probeKernel(cmd.Context())}
+			return inspect.Show(cmd.OutOrStdout(), asJSON, v, v.print)
 		},
 	}
 	addJSON(cmd.Flags(), &asJSON, "print JSON")
 	return cmd
+}
+
+// print prints it as text.
+func (v *versionInfo) print(p *terminal.Printer) {
+	p.Line("verdict   %s", v.Version)
+	if v.Commit != "" {
+		changed := ""
+		if v.Modified {
+			changed = ", with other changes"
+		}
+		p.Line("commit    %s of %s%s", v.Commit, v.Date, changed)
+	}
+	p.Line("built     with %s for %s", v.Go, v.Platform)
+	p.Line("kernel    Linux %s", v.Kernel.Release)
+	p.Line("nftables  %s", v.Kernel.NFTables)
+	p.Line("iptables  %s", v.Kernel.IPTables)
+	p.Line("IPVS      %s", v.Kernel.IPVS)
 }
 
 // probeKernel asks the kernel what can be used.

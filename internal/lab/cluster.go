@@ -163,11 +163,9 @@ func (c *Cluster) buildSegment(remotePods int) (err error) {
 		c.RemotePods = append(c.RemotePods, pod)
 	}
 	for i := range NodeRange {
-		err := errors.Join(
-			c.Node.AddRoute(Route{To: OutsideRange[i], Link: "eth0"}),
+		err := errors.Join(c.Node.AddRoute(Route{To: OutsideRange[i], Link: "eth0"}),
 			c.Node.AddRoute(Route{To: Node2PodRange[i], Link: "eth0"}),
-			c.Node.AddRoute(Route{To: everywhere[i], Via: Nth(OutsideRange[i], outsideNumber), Link: "eth0"}),
-		)
+			c.Node.AddRoute(Route{To: everywhere[i], Via: Nth(OutsideRange[i], outsideNumber), Link: "eth0"}))
 		if err != nil {
 			return err
 		}

@@ -185,15 +185,10 @@ func (s *namespaceBudget) balance(most int, flipped []snapshot.Name) []snapshot.
 
 // cost is the weight of the virtual services and destinations that a Service asks for.
 func (s *Service) cost() (n int) {
-	for _, sp := range s.Ports {
-		if sp.Scheduling == nil {
-			continue
-		}
-		service, destination := sp.Scheduling.costs()
-		for i := range sp.Frontends {
-			if pool := sp.Scheduled(&sp.Frontends[i]); pool != nil {
-				n += service + destination*len(pool.Endpoints)
-			}
+	for sp, f := range s.EachFrontend() {
+		if pool := sp.Scheduled(f); pool != nil {
+			service, destination := sp.Scheduling.costs()
+			n += service + destination*len(pool.Endpoints)
 		}
 	}
 	return n
@@ -224,10 +219,8 @@ func (b *builder) applyBudget(s *Service, svc *snapshot.Service) {
 
 // NotScheduled returns why some or all of a Service is not scheduled although it asks for IPVS. The Service may be nil.
 func (s *Service) NotScheduled() (why NotScheduled) {
-	for _, sp := range s.ports() {
-		for i := range sp.Frontends {
-			why = max(why, sp.Frontends[i].NotScheduled)
-		}
+	for _, f := range s.EachFrontend() {
+		why = max(why, f.NotScheduled)
 	}
 	return why
 }

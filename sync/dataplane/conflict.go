@@ -254,12 +254,7 @@ func (s *Service) sameClaims(o *Service) bool {
 
 // eachClaim calls f for every frontend of a Service. The Service may be nil.
 func (s *Service) eachClaim(f func(Key, Claim)) {
-	if s == nil {
-		return
-	}
-	for _, sp := range s.Ports {
-		for i := range sp.Frontends {
-			f(sp.Frontends[i].Key, Claim{sp.Name, sp.Frontends[i].Kind, s.Age})
-		}
+	for sp, fe := range s.EachFrontend() {
+		f(fe.Key, Claim{sp.Name, fe.Kind, s.Age})
 	}
 }

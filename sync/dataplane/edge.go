@@ -36,23 +36,20 @@ func (b *builder) edge(s *Service) {
 func (b *builder) balancers(s *Service) {
 	pingable := map[netip.Addr]bool{}
 	var all []netip.Addr
-	for _, sp := range s.Ports {
-		for i := range sp.Frontends {
-			fe := &sp.Frontends[i]
-			f := ipfamily.Of(fe.Key.Addr)
-			if fe.Kind != LoadBalancerIP || !b.host.pods[f].Known() {
-				continue
-			}
-			if slices.Contains(b.host.addresses, fe.Key.Addr) {
-				return
-			}
-			before, seen := pingable[fe.Key.Addr]
-			if !seen {
-				all = append(all, fe.Key.Addr)
-			}
-			pingable[fe.Key.Addr] = before || b.host.pingAddrs[f].IsValid() && fe.Sources == nil &&
-				len(fe.Route(Anyone).Pool.Endpoints) > 0
+	for _, fe := range s.EachFrontend() {
+		f := ipfamily.Of(fe.Key.Addr)
+		if fe.Kind != LoadBalancerIP || !b.host.pods[f].Known() {
+			continue
 		}
+		if slices.Contains(b.host.addresses, fe.Key.Addr) {
+			return
+		}
+		before, seen := pingable[fe.Key.Addr]
+		if !seen {
+			all = append(all, fe.Key.Addr)
+		}
+		pingable[fe.Key.Addr] = before || b.host.pingAddrs[f].IsValid() && fe.Sources == nil &&
+			len(fe.Route(Anyone).Pool.Endpoints) > 0
 	}
 	for _, a := range all {
 		if b.host.rejectUnusedPorts {
@@ -66,12 +63,9 @@ func (b *builder) balancers(s *Service) {
 
 // serves reports whether a port has an endpoint for clients from outside at a cluster IP.
 func (s *Service) serves(clusterIP netip.Addr) bool {
-	for _, sp := range s.Ports {
-		for i := range sp.Frontends {
-			fe := &sp.Frontends[i]
-			if fe.Kind == ClusterIP && fe.Key.Addr == clusterIP && len(fe.Route(Anyone).Pool.Endpoints) > 0 {
-				return true
-			}
+	for _, fe := range s.EachFrontend() {
+		if fe.Kind == ClusterIP && fe.Key.Addr == clusterIP && len(fe.Route(Anyone).Pool.Endpoints) > 0 {
+			return true
 		}
 	}
 	return false

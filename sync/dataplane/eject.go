@@ -45,16 +45,8 @@ func (b *builder) eject(p *Pool, most int) {
 	}
 	slices.SortFunc(p.Kept, byEndpoint)
 	if len(p.Ejected) > 0 {
-		p.Endpoints = slices.DeleteFunc(p.Endpoints, func(e Endpoint) bool { return p.ejected(e.AddrPort) })
+		p.Endpoints = slices.DeleteFunc(p.Endpoints, func(e Endpoint) bool { return p.Ejects(e.AddrPort) })
 	}
-}
-
-// ejected reports whether an endpoint is among those that were ejected.
-func (p *Pool) ejected(a netip.AddrPort) bool {
-	_, found := slices.BinarySearchFunc(p.Ejected, a, func(u snapshot.Unhealthy, a netip.AddrPort) int {
-		return u.Endpoint.Compare(a)
-	})
-	return found
 }
 
 // retryRefused reports whether a refused connection to a pool may be tried again at another endpoint. With session

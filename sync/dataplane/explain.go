@@ -314,7 +314,7 @@ func (e *explainer) claimants() {
 			e.silent = e.silent || slices.Contains(answer.SilentClusterIPs, q.Key.Addr)
 			e.pingable = e.pingable || slices.Contains(answer.PingableIPs, q.Key.Addr)
 		}
-		for _, sp := range answer.ports() {
+		for sp := range answer.EachPort() {
 			for i := range sp.Frontends {
 				fe := &sp.Frontends[i]
 				c := Claim{sp.Name, fe.Kind, svc.Age}
@@ -354,14 +354,6 @@ func referencesKey(svc *snapshot.Service, k Key) (address, nodePort bool) {
 		return p.NodePort == k.Port && p.Protocol == k.Protocol
 	})
 	return address, nodePort
-}
-
-// ports returns a Service's ports; none if it is nil.
-func (s *Service) ports() []*ServicePort {
-	if s == nil {
-		return nil
-	}
-	return s.Ports
 }
 
 // cause returns why the packet has its outcome.
@@ -459,7 +451,7 @@ func (e *explainer) endpoints() {
 			con.Reason = ExcludedDuplicate
 		}
 		e.judgeHealth(&con, route.Pool)
-		if x.Zones != nil && con.Reason.Included() && !route.Pool.has(con.AddrPort) {
+		if x.Zones != nil && con.Reason.Included() && !HasEndpoint(route.Pool.Endpoints, con.AddrPort) {
 			con.Reason = ExcludedOtherZone
 		}
 		if con.Reason.Included() && con.Weight > 0 && x.Frontend.NotScheduled != SlotsFull {
@@ -497,22 +489,10 @@ func (e *explainer) nowhere() {
 
 // endpointIn returns a candidate with its weight in the pool, if it is there.
 func (e *explainer) endpointIn(pool *Pool, c *candidate) Endpoint {
-	if i, found := pool.find(c.addr); found {
+	if i, found := FindEndpoint(pool.Endpoints, c.addr); found {
 		return pool.Endpoints[i]
 	}
 	return Endpoint{AddrPort: c.addr, Local: c.local}
-}
-
-// find returns the index of an endpoint in the pool.
-func (p *Pool) find(a netip.AddrPort) (int, bool) {
-	return slices.BinarySearchFunc(p.Endpoints, a, func(ep Endpoint, a netip.AddrPort) int {
-		return ep.AddrPort.Compare(a)
-	})
-}
-
-func (p *Pool) has(a netip.AddrPort) bool {
-	_, found := p.find(a)
-	return found
 }
 
 // judgeHealth excludes an endpoint that was ejected from the pool.
@@ -520,7 +500,7 @@ func (e *explainer) judgeHealth(con *EndpointDecision, pool *Pool) {
 	if e.x.Port.SecondChance == snapshot.SecondChanceOff || !con.Reason.Included() {
 		return
 	}
-	if con.Unhealthy = e.unhealthy(con.AddrPort); con.Unhealthy == nil || !pool.ejected(con.AddrPort) {
+	if con.Unhealthy = e.unhealthy(con.AddrPort); con.Unhealthy == nil || !pool.Ejects(con.AddrPort) {
 		return
 	}
 	con.Reason = ExcludedUnanswered

@@ -135,7 +135,7 @@ func checkEjected(t *testing.T, st *State, sp *ServicePort, p *Pool) {
 	byAddr := func(a, b snapshot.Unhealthy) int { return a.Endpoint.Compare(b.Endpoint) }
 	if len(p.Ejected) > len(sp.Serving)/2 || len(p.Ejected) > 0 && len(p.Endpoints) == 0 ||
 		!slices.IsSortedFunc(p.Ejected, byAddr) || hasTwins(p.Ejected, byAddr) ||
-		slices.ContainsFunc(p.Endpoints, func(e Endpoint) bool { return p.ejected(e.AddrPort) }) {
+		slices.ContainsFunc(p.Endpoints, func(e Endpoint) bool { return p.Ejects(e.AddrPort) }) {
 		t.Fatalf("%v: %v are ejected, %v are left", sp.Name, p.Ejected, p.Endpoints)
 	}
 	on := sp.SecondChance == snapshot.SecondChanceOn

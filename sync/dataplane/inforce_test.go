@@ -81,7 +81,7 @@ func TestEjectionsFromBackends(t *testing.T) {
 	for i, p := range []*Pool{want.Cluster, want.Local} {
 		for _, u := range slices.Concat(p.Ejected, p.Kept) {
 			u.Since = u.Since.Truncate(time.Second)
-			told = append(told, EndpointHealth{Port: want.Name, Pool: uint32(i), Unhealthy: u, Ejected: p.ejected(u.Endpoint)})
+			told = append(told, EndpointHealth{Port: want.Name, Pool: uint32(i), Unhealthy: u, Ejected: p.Ejects(u.Endpoint)})
 		}
 	}
 	slices.Reverse(told)

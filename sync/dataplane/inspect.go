@@ -76,12 +76,13 @@ type Trace struct {
 // TraceStep is one rule that looked at a packet.
 type TraceStep struct {
 	// Chain, Rule and the elements of maps that were Found are as the backend's own tool writes them.
-	Chain, Rule string
-	Found       []string
+	Chain string `json:"chain"`
+	Rule  string `json:"rule"`
 	// Matched says that the whole rule was carried out.
-	Matched bool
+	Matched bool     `json:"matched"`
+	Found   []string `json:"found,omitempty"`
 	// Translated says that the packet had its endpoint by then: the step is one of those to the first of the Endings.
-	Translated bool
+	Translated bool `json:"-"`
 }
 
 // Ending is something that can become of a packet.
@@ -186,16 +187,19 @@ type Differences struct {
 // InspectedTable is what a backend holds for one family.
 type InspectedTable struct {
 	// Family is the backend's word for it, and Name how the table is called where people read it.
-	Family, Name string
-	There        bool
+	Family string `json:"family"`
+	Name   string `json:"-"`
+	There  bool   `json:"there"`
 	// Owner is the netlink port that may write it; 0 if everybody may. Revision numbers what was written; 0 if nothing
 	// does.
-	Owner, Revision uint32
+	Owner    uint32 `json:"owner,omitempty"`
+	Revision uint32 `json:"revision,omitempty"`
 	// Digest is what the table says it should hold, Found what it was found to hold; empty if that is not known.
-	Digest, Found string
+	Digest string `json:"digest,omitempty"`
+	Found  string `json:"found,omitempty"`
 	// Elements is how many there are, and Unit what one of them is: "element", "rule".
-	Elements int
-	Unit     string
+	Elements int    `json:"elements"`
+	Unit     string `json:"-"`
 }
 
 // Difference is something that the kernel holds and should not, or should hold and does not.
@@ -252,20 +256,31 @@ type NamedCount struct {
 	Port PortName
 }
 
-// SchedulerCount is what IPVS counted at a frontend, or at one of its endpoints, since it was made. Rates are a second
-// each, and follow some seconds behind.
+// SchedulerCount is what IPVS counted at a frontend, or at one of its endpoints.
 type SchedulerCount struct {
-	Frontend Key
+	Frontend Key `json:"-"`
 	// Endpoint is invalid for the frontend itself, which has no Weight and no connections that are open.
-	Endpoint netip.AddrPort
+	Endpoint netip.AddrPort `json:"-"`
 	// Active and Inactive are connections now, and Weight is 0 for an endpoint that drains.
-	Active, Inactive            uint64
-	Weight                      uint32
-	Connections, ConnectionRate uint64
-	PacketsIn, PacketsOut       uint64
-	BytesIn, BytesOut           uint64
-	PacketRateIn, PacketRateOut uint64
-	ByteRateIn, ByteRateOut     uint64
+	Active   uint64 `json:"active"`
+	Inactive uint64 `json:"inactive"`
+	Weight   uint32 `json:"weight"`
+	SchedulerStatistics
+}
+
+// SchedulerStatistics are what IPVS counted since the frontend or the endpoint was made. Rates are a second each, and
+// follow some seconds behind.
+type SchedulerStatistics struct {
+	Connections    uint64 `json:"-"`
+	PacketsIn      uint64 `json:"packetsIn"`
+	PacketsOut     uint64 `json:"packetsOut"`
+	BytesIn        uint64 `json:"bytesIn"`
+	BytesOut       uint64 `json:"bytesOut"`
+	PacketRateIn   uint64 `json:"packetRateIn"`
+	PacketRateOut  uint64 `json:"packetRateOut"`
+	ByteRateIn     uint64 `json:"byteRateIn"`
+	ByteRateOut    uint64 `json:"byteRateOut"`
+	ConnectionRate uint64 `json:"connectionRate"`
 }
 
 // Add adds what was counted elsewhere. The Weight becomes the other's.
@@ -273,6 +288,11 @@ func (c *SchedulerCount) Add(o *SchedulerCount) {
 	c.Weight = o.Weight
 	c.Active += o.Active
 	c.Inactive += o.Inactive
+	c.SchedulerStatistics.Add(&o.SchedulerStatistics)
+}
+
+// Add adds what was counted elsewhere.
+func (c *SchedulerStatistics) Add(o *SchedulerStatistics) {
 	c.Connections += o.Connections
 	c.ConnectionRate += o.ConnectionRate
 	c.PacketsIn += o.PacketsIn

@@ -10,10 +10,10 @@ func inRanges(a netip.Addr, cidrs, shared []netip.Prefix) bool {
 // Nowhere returns an endpoint of a Service to which connections are sent although its address is one of Services.
 // Nobody answers there, since a connection is translated once. It is not ok if there is none.
 func (s *State) Nowhere(svc *Service) (a netip.AddrPort, ok bool) {
-	if svc == nil || len(s.ServiceCIDRs) == 0 {
+	if len(s.ServiceCIDRs) == 0 {
 		return a, false
 	}
-	for _, sp := range svc.Ports {
+	for sp := range svc.EachPort() {
 		for _, pool := range [...]*Pool{sp.Cluster, sp.Local} {
 			for i := range pool.Endpoints {
 				if inRanges(pool.Endpoints[i].Addr(), s.ServiceCIDRs, s.SharedRanges) {

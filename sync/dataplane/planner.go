@@ -248,9 +248,8 @@ func (u *update) claimOf(n snapshot.Name, k Key) Claim {
 		return all[k]
 	}
 	for _, sp := range owner.Ports {
-		i, found := slices.BinarySearchFunc(sp.Frontends, k, func(f Frontend, k Key) int { return f.Key.Compare(k) })
-		if found {
-			return Claim{sp.Name, sp.Frontends[i].Kind, owner.Age}
+		if f := sp.Frontend(k); f != nil {
+			return Claim{sp.Name, f.Kind, owner.Age}
 		}
 	}
 	panic("dataplane: " + n.String() + " does not claim " + k.String())

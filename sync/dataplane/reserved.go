@@ -1,6 +1,7 @@
 package dataplane
 
 import (
+	"maps"
 	"net/netip"
 	"slices"
 
@@ -145,10 +146,7 @@ func (b *builder) update(r *reservations, s *snapshot.Snapshot, names []snapshot
 	if len(more) == 0 {
 		return names
 	}
-	names = slices.Clone(names)
-	for n := range more {
-		names = append(names, n)
-	}
+	names = slices.AppendSeq(slices.Clone(names), maps.Keys(more))
 	slices.SortFunc(names, snapshot.Name.Compare)
 	return slices.Compact(names)
 }

@@ -193,7 +193,7 @@ func (sp *ServicePort) ChosenBy(p *Pool) string {
 
 // ChosenBy returns how the backend chooses from the first pool of a Service that has a choice. The Service may be nil.
 func (s *Service) ChosenBy() string {
-	for _, sp := range s.ports() {
+	for sp := range s.EachPort() {
 		for _, p := range [...]*Pool{sp.Cluster, sp.Local} {
 			if len(p.Endpoints) > 1 {
 				return sp.ChosenBy(p)

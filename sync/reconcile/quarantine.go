@@ -167,15 +167,8 @@ func (l *Loop) quarantineOne(n snapshot.Name, err error) (progress, news bool) {
 	a = w.quarantine(n)
 	a.unscheduled = false
 	if news = a.reject(err, time.Now()); news {
-		l.Log.Error(
-			"the kernel rejects this Service; it is quarantined, and its last accepted version stays programmed",
-			"service",
-			n.String(),
-			"err",
-			err,
-			"retry",
-			a.wait,
-		)
+		l.Log.Error("the kernel rejects this Service; it is quarantined, and its last accepted version stays programmed",
+			"service", n.String(), "err", err, "retry", a.wait)
 	} else {
 		l.Log.Debug("the kernel rejects the new version of this Service, too", "service", n.String(), "err", err)
 	}

@@ -128,13 +128,7 @@ func (l *Loop) Run(ctx context.Context) error {
 			}
 			continue
 		}
-		l.Log.Error(
-			"failed to apply a transaction; the last applied state stays in force",
-			"err",
-			err,
-			"retry",
-			l.retryWait,
-		)
+		l.Log.Error("failed to apply a transaction; the last applied state stays in force", "err", err, "retry", l.retryWait)
 		l.retryAt, l.retryWait = time.Now().Add(l.retryWait), min(2*l.retryWait, maxRetry)
 	}
 	return nil

@@ -137,10 +137,7 @@ func (st *slowStart) follow(of map[string]*snapshot.Slice) (came []netip.AddrPor
 
 // returned lists the endpoints of a Service that were ejected and are healthy now.
 func returned(was *dataplane.Service, now *snapshot.Health) (list []netip.AddrPort) {
-	if was == nil {
-		return nil
-	}
-	for _, sp := range was.Ports {
+	for sp := range was.EachPort() {
 		for _, p := range [...]*dataplane.Pool{sp.Cluster, sp.Local} {
 			for _, u := range p.Ejected {
 				if now.Find(u.Endpoint) == nil {

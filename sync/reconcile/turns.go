@@ -300,10 +300,7 @@ func (l *Loop) weigh(o object, d *snapshot.Delta) int {
 
 // weightOf returns about how many elements a Service has. The Service may be nil.
 func weightOf(svc *dataplane.Service) (w int) {
-	if svc == nil {
-		return 0
-	}
-	for _, sp := range svc.Ports {
+	for sp := range svc.EachPort() {
 		w += len(sp.Frontends) + len(sp.Cluster.Endpoints) + len(sp.Local.Endpoints)
 	}
 	return w

@@ -73,13 +73,16 @@ func (h *Health) Find(a netip.AddrPort) *Unhealthy {
 	if h == nil {
 		return nil
 	}
-	i, found := slices.BinarySearchFunc(h.Unhealthy, a, func(u Unhealthy, a netip.AddrPort) int {
-		return u.Endpoint.Compare(a)
-	})
+	return FindUnhealthy(h.Unhealthy, a)
+}
+
+// FindUnhealthy returns an endpoint of a list that is sorted by Endpoint; nil if the list does not have it.
+func FindUnhealthy(list []Unhealthy, a netip.AddrPort) *Unhealthy {
+	i, found := slices.BinarySearchFunc(list, a, func(u Unhealthy, a netip.AddrPort) int { return u.Endpoint.Compare(a) })
 	if !found {
 		return nil
 	}
-	return &h.Unhealthy[i]
+	return &list[i]
 }
 
 // Unhealthy is an endpoint that clients and probes of this node cannot use.

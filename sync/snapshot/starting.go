@@ -16,11 +16,11 @@ type Starting struct {
 // StartingEndpoint is an endpoint that does not get all of its share of new connections yet.
 type StartingEndpoint struct {
 	// Endpoint with port 0 stands for all ports of the address.
-	Endpoint netip.AddrPort
+	Endpoint netip.AddrPort `json:"endpoint"`
 	// Tenths of its share are what it gets: 1 to 9.
-	Tenths uint8
+	Tenths uint8 `json:"tenths"`
 	// Full is when it gets all of its share.
-	Full time.Time
+	Full time.Time `json:"full"`
 }
 
 // FullTenths are the Tenths of an endpoint that does not start slowly.

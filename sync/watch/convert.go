@@ -12,6 +12,7 @@ import (
 	discoveryv1 "k8s.io/api/discovery/v1"
 	networkingv1 "k8s.io/api/networking/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/utils/ptr"
 
 	"github.com/verdict-proxy/verdict/internal/system/clip"
 	"github.com/verdict-proxy/verdict/internal/system/ipfamily"
@@ -76,7 +77,7 @@ func (c *converter) service(o *corev1.Service, last *snapshot.Service) (*snapsho
 		ClusterIPs:    clusterIPs(f, spec),
 		ExternalIPs:   addrs(f, "spec.externalIPs[%d]", spec.ExternalIPs, unicast),
 		Affinity:      affinity(f, spec),
-		InternalLocal: isLocal(f, "spec.internalTrafficPolicy", deref(spec.InternalTrafficPolicy, "")),
+		InternalLocal: isLocal(f, "spec.internalTrafficPolicy", ptr.Deref(spec.InternalTrafficPolicy, "")),
 		Ports:         c.servicePorts(f, spec.Ports),
 	}
 	if len(s.ClusterIPs) == 0 {
@@ -367,7 +368,7 @@ func (c *converter) slicePorts(f *problemList, ports []discoveryv1.EndpointPort)
 			f.add(field("name"), "missing: write the name of the Service's port, or \"\"")
 			continue
 		}
-		if sp, ok := c.slicePort(f, field, &names, *p.Name, deref(p.Protocol, ""), *p.Port); ok {
+		if sp, ok := c.slicePort(f, field, &names, *p.Name, ptr.Deref(p.Protocol, ""), *p.Port); ok {
 			out = append(out, sp)
 		}
 	}
@@ -413,11 +414,11 @@ func (c *converter) endpointsOf(f *problemList, o *discoveryv1.EndpointSlice) []
 		}
 		ep := snapshot.Endpoint{
 			Addr:        a,
-			Node:        c.intern(deref(e.NodeName, "")),
-			Zone:        c.intern(deref(e.Zone, "")),
-			Ready:       deref(e.Conditions.Ready, true),
-			Serving:     deref(e.Conditions.Serving, true),
-			Terminating: deref(e.Conditions.Terminating, false),
+			Node:        c.intern(ptr.Deref(e.NodeName, "")),
+			Zone:        c.intern(ptr.Deref(e.Zone, "")),
+			Ready:       ptr.Deref(e.Conditions.Ready, true),
+			Serving:     ptr.Deref(e.Conditions.Serving, true),
+			Terminating: ptr.Deref(e.Conditions.Terminating, false),
 		}
 		if e.Hints != nil {
 			ep.ForZones, ep.ForNodes = c.hints(e.Hints)
@@ -526,7 +527,7 @@ func (c *converter) subset(f *problemList, field string, list []snapshot.Endpoin
 		if !ok {
 			continue
 		}
-		ep := snapshot.Endpoint{Addr: a, Node: c.intern(deref(e.NodeName, "")), Ready: ready, Serving: ready}
+		ep := snapshot.Endpoint{Addr: a, Node: c.intern(ptr.Deref(e.NodeName, "")), Ready: ready, Serving: ready}
 		list = addEndpoint(f, path, list, at, ep)
 	}
 	return list
@@ -640,11 +641,4 @@ func (s *uniqueSet[T]) addSeen(v T) bool {
 
 func nameOf(o metav1.Object) snapshot.Name {
 	return snapshot.Name{Namespace: o.GetNamespace(), Name: o.GetName()}
-}
-
-func deref[T interface{ ~bool | ~string }](p *T, missing T) T {
-	if p == nil {
-		return missing
-	}
-	return *p
 }

@@ -16,8 +16,6 @@ import (
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
-func ptr[T any](v T) *T { return &v }
-
 func ips(texts ...string) []netip.Addr {
 	var out []netip.Addr
 	for _, t := range texts {
@@ -49,7 +47,7 @@ func apiService() *corev1.Service {
 		Spec: corev1.ServiceSpec{
 			Type: corev1.ServiceTypeClusterIP, ClusterIP: "10.96.0.1", ClusterIPs: []string{"10.96.0.1"},
 			Ports:           []corev1.ServicePort{{Name: "http", Protocol: corev1.ProtocolTCP, Port: 80}},
-			SessionAffinity: corev1.ServiceAffinityNone, InternalTrafficPolicy: ptr(corev1.ServiceInternalTrafficPolicyCluster),
+			SessionAffinity: corev1.ServiceAffinityNone, InternalTrafficPolicy: new(corev1.ServiceInternalTrafficPolicyCluster),
 		},
 	}
 }
@@ -244,19 +242,19 @@ func TestService(t *testing.T) {
 		}},
 		{"load balancer", func(s *corev1.Service) {
 			s.Status.LoadBalancer.Ingress = []corev1.LoadBalancerIngress{
-				{IP: "192.0.2.1"}, {IP: "192.0.2.2", IPMode: ptr(corev1.LoadBalancerIPModeVIP)},
-				{IP: "192.0.2.3", IPMode: ptr(corev1.LoadBalancerIPModeProxy)}, {Hostname: "lb.example.com"},
+				{IP: "192.0.2.1"}, {IP: "192.0.2.2", IPMode: new(corev1.LoadBalancerIPModeVIP)},
+				{IP: "192.0.2.3", IPMode: new(corev1.LoadBalancerIPModeProxy)}, {Hostname: "lb.example.com"},
 				{IP: "0.0.0.0"}, {IP: "2001:db8::1"}, {IP: "192.0.2.1"},
 			}
 		}, func(s *snapshot.Service) { s.LoadBalancerIPs = ips("192.0.2.1", "192.0.2.2", "2001:db8::1") }, []string{
 			"Service default/web: status.loadBalancer.ingress[4].ip: 0.0.0.0 is special: nothing can be served there",
 		}},
 		{"internal policy Local", func(s *corev1.Service) {
-			s.Spec.InternalTrafficPolicy = ptr(corev1.ServiceInternalTrafficPolicyLocal)
+			s.Spec.InternalTrafficPolicy = new(corev1.ServiceInternalTrafficPolicyLocal)
 		}, func(s *snapshot.Service) { s.InternalLocal = true }, nil},
 		{"unknown policies", func(s *corev1.Service) {
 			s.Spec.Type, s.Spec.InternalTrafficPolicy, s.Spec.ExternalTrafficPolicy = corev1.ServiceTypeNodePort,
-				ptr(corev1.ServiceInternalTrafficPolicy("local")), "Global"
+				new(corev1.ServiceInternalTrafficPolicy("local")), "Global"
 		}, func(*snapshot.Service) {}, []string{
 			`Service default/web: spec.internalTrafficPolicy: "local" is unknown: write Cluster or Local`,
 			`Service default/web: spec.externalTrafficPolicy: "Global" is unknown: write Cluster or Local`,
@@ -380,8 +378,8 @@ func apiSlice() *discoveryv1.EndpointSlice {
 			Namespace: "default", Name: "web-abc", Labels: map[string]string{"kubernetes.io/service-name": "web"},
 		},
 		AddressType: discoveryv1.AddressTypeIPv4,
-		Ports: []discoveryv1.EndpointPort{{Name: ptr("http"), Port: ptr(int32(8080)),
-			Protocol: ptr(corev1.ProtocolTCP)}},
+		Ports: []discoveryv1.EndpointPort{{Name: new("http"), Port: new(int32(8080)),
+			Protocol: new(corev1.ProtocolTCP)}},
 		Endpoints: []discoveryv1.Endpoint{{Addresses: []string{"10.1.0.1", "10.1.0.99"}}},
 	}
 }
@@ -413,12 +411,12 @@ func TestSlice(t *testing.T) {
 		}},
 		{"ports", func(s *discoveryv1.EndpointSlice) {
 			s.Ports = []discoveryv1.EndpointPort{
-				{Name: ptr("all")}, {Name: ptr("zero"), Port: ptr(int32(0))}, {Port: ptr(int32(1))}, {Name: ptr(""),
-					Port: ptr(int32(1))},
-				{Name: ptr("big"), Port: ptr(int32(65536))},
-				{Name: ptr("udp"), Port: ptr(int32(53)), Protocol: ptr(corev1.ProtocolUDP)},
-				{Name: ptr("udp"), Port: ptr(int32(54)), Protocol: ptr(corev1.ProtocolUDP)},
-				{Name: ptr("x"), Port: ptr(int32(54)), Protocol: ptr(corev1.Protocol("tcp"))},
+				{Name: new("all")}, {Name: new("zero"), Port: new(int32(0))}, {Port: new(int32(1))}, {Name: new(""),
+					Port: new(int32(1))},
+				{Name: new("big"), Port: new(int32(65536))},
+				{Name: new("udp"), Port: new(int32(53)), Protocol: new(corev1.ProtocolUDP)},
+				{Name: new("udp"), Port: new(int32(54)), Protocol: new(corev1.ProtocolUDP)},
+				{Name: new("x"), Port: new(int32(54)), Protocol: new(corev1.Protocol("tcp"))},
 			}
 		}, func(s *snapshot.Slice) {
 			s.Ports = []snapshot.SlicePort{{Protocol: snapshot.TCP, Port: 1}, {Name: "udp", Protocol: snapshot.UDP, Port: 53}}
@@ -481,17 +479,17 @@ func TestSlice(t *testing.T) {
 		}},
 		{"endpoints", func(s *discoveryv1.EndpointSlice) {
 			s.Endpoints = []discoveryv1.Endpoint{
-				{Addresses: []string{"10.1.0.1"}, Conditions: discoveryv1.EndpointConditions{Ready: ptr(false),
-					Terminating: ptr(true)}, NodeName: ptr("n1")},
+				{Addresses: []string{"10.1.0.1"}, Conditions: discoveryv1.EndpointConditions{Ready: new(false),
+					Terminating: new(true)}, NodeName: new("n1")},
 				{Addresses: nil},
 				{Addresses: []string{"fd00::1"}},
 				{Addresses: []string{"10.1.0.2"},
-					Conditions: discoveryv1.EndpointConditions{Serving: ptr(false), Ready: ptr(false)},
+					Conditions: discoveryv1.EndpointConditions{Serving: new(false), Ready: new(false)},
 					Hints: &discoveryv1.EndpointHints{
 						ForZones: []discoveryv1.ForZone{{Name: "a"}, {Name: "b"}}, ForNodes: []discoveryv1.ForNode{{Name: "n1"}},
 					}},
-				{Addresses: []string{"10.1.0.1"}, NodeName: ptr("n2")},
-				{Addresses: []string{"10.1.0.1"}, NodeName: ptr("n3")},
+				{Addresses: []string{"10.1.0.1"}, NodeName: new("n2")},
+				{Addresses: []string{"10.1.0.1"}, NodeName: new("n3")},
 				{Addresses: []string{"169.254.1.1"}},
 			}
 		}, func(s *snapshot.Slice) {
@@ -535,7 +533,7 @@ func TestEndpoints(t *testing.T) {
 		ObjectMeta: metav1.ObjectMeta{Namespace: "default", Name: "web"},
 		//lint:ignore SA1019 likewise
 		Subsets: []corev1.EndpointSubset{{
-			Addresses:         []corev1.EndpointAddress{{IP: "10.1.0.1", NodeName: ptr("n1")}, {IP: "fd00::1"}, {IP: "nobody"}},
+			Addresses:         []corev1.EndpointAddress{{IP: "10.1.0.1", NodeName: new("n1")}, {IP: "fd00::1"}, {IP: "nobody"}},
 			NotReadyAddresses: []corev1.EndpointAddress{{IP: "10.1.0.2"}, {IP: "10.1.0.1"}},
 			Ports:             []corev1.EndpointPort{{Name: "http", Port: 8080, Protocol: "TCP"}, {Name: "none"}},
 		}, {

@@ -121,7 +121,7 @@ func hostile() (services map[string]*corev1.Service, slices map[string]*discover
 	})
 	slice("many ports", func(s *discoveryv1.EndpointSlice) {
 		for i := range 40_000 {
-			s.Ports = append(s.Ports, discoveryv1.EndpointPort{Name: ptr(fmt.Sprint("p", i)), Port: ptr(int32(i))})
+			s.Ports = append(s.Ports, discoveryv1.EndpointPort{Name: new(fmt.Sprint("p", i)), Port: new(int32(i))})
 		}
 	})
 	return services, slices
@@ -187,7 +187,7 @@ func TestLargeServicesAreWhole(t *testing.T) {
 		name, number := fmt.Sprint("rtp-", i), int32(30_000+i)
 		o.Spec.Ports = append(o.Spec.Ports, corev1.ServicePort{Name: name, Protocol: corev1.ProtocolUDP, Port: number})
 		sl.Ports = append(sl.Ports,
-			discoveryv1.EndpointPort{Name: &name, Protocol: ptr(corev1.ProtocolUDP), Port: &number})
+			discoveryv1.EndpointPort{Name: &name, Protocol: new(corev1.ProtocolUDP), Port: &number})
 	}
 	for i := range 16_000 {
 		o.Spec.LoadBalancerSourceRanges = append(o.Spec.LoadBalancerSourceRanges,

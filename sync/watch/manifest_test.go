@@ -177,7 +177,7 @@ func dumped(i int) (*corev1.Service, *discoveryv1.EndpointSlice) {
 		"\n"}
 	s.Spec.ClusterIP = fmt.Sprintf("10.%d.%d.%d", 96+i/60000, i/250%240, i%250+1)
 	s.Spec.ClusterIPs = []string{s.Spec.ClusterIP}
-	s.Spec.IPFamilies, s.Spec.IPFamilyPolicy = []corev1.IPFamily{"IPv4"}, ptr(corev1.IPFamilyPolicySingleStack)
+	s.Spec.IPFamilies, s.Spec.IPFamilyPolicy = []corev1.IPFamily{"IPv4"}, new(corev1.IPFamilyPolicySingleStack)
 	s.Spec.Selector = map[string]string{"app": "x"}
 	e := apiSlice()
 	e.TypeMeta = metav1.TypeMeta{APIVersion: "discovery.k8s.io/v1", Kind: "EndpointSlice"}
@@ -187,13 +187,13 @@ func dumped(i int) (*corev1.Service, *discoveryv1.EndpointSlice) {
 		"endpointslice.kubernetes.io/managed-by": "endpointslice-controller.k8s.io"}
 	e.Annotations = map[string]string{"endpoints.kubernetes.io/last-change-trigger-time": "2026-01-01T00:00:00Z"}
 	e.OwnerReferences = []metav1.OwnerReference{{APIVersion: "v1", Kind: "Service", Name: s.Name, UID: uid,
-		Controller: ptr(true)}}
+		Controller: new(true)}}
 	e.Endpoints = nil
 	for j := range 10 {
 		e.Endpoints = append(e.Endpoints, discoveryv1.Endpoint{
 			Addresses:  []string{fmt.Sprintf("10.%d.%d.%d", 1+i/6000, i/24%250, i%24*10+j+1)},
-			Conditions: discoveryv1.EndpointConditions{Ready: ptr(true), Serving: ptr(true), Terminating: ptr(false)},
-			NodeName:   ptr(fmt.Sprintf("node-%d", (i+j)%500)), Zone: ptr("zone-a"),
+			Conditions: discoveryv1.EndpointConditions{Ready: new(true), Serving: new(true), Terminating: new(false)},
+			NodeName:   new(fmt.Sprintf("node-%d", (i+j)%500)), Zone: new("zone-a"),
 			TargetRef: &corev1.ObjectReference{Kind: "Pod", Name: "svc-55c4b5f7d4-abcde", Namespace: s.Namespace, UID: uid},
 			Hints:     &discoveryv1.EndpointHints{ForZones: []discoveryv1.ForZone{{Name: "zone-a"}}},
 		})

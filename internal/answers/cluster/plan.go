@@ -25,23 +25,17 @@ type NodePlan struct {
 	Node  string          `json:"node"`
 	Error string          `json:"error,omitempty"`
 	Plan  json.RawMessage `json:"plan,omitempty"`
-	planned
-}
-
-// planned is what is added up of a plan.
-type planned struct {
-	Effects map[string]int `json:"-"`
-	Writes  struct {
-		Added, Replaced, Removed int
-	} `json:"-"`
-	Services []plannedService `json:"-"`
-}
-
-type plannedService struct {
-	Service string
-	Flows   []struct {
-		Fate        string
-		Connections int
+	// sums is what is added up of the plan.
+	sums struct {
+		Effects  map[string]int
+		Writes   struct{ Added, Replaced, Removed int }
+		Services []struct {
+			Service string
+			Flows   []struct {
+				Fate        string
+				Connections int
+			}
+		}
 	}
 }
 
@@ -90,7 +84,7 @@ func (c *Cluster) Plan(ctx context.Context, files watch.ChangeFiles, options []s
 		n := NodePlan{Node: result.Node}
 		err := result.failure(codeSame, codeDiffers)
 		if err == nil {
-			err = json.Unmarshal(result.Stdout, (*plannedJSON)(&n.planned))
+			err = json.Unmarshal(result.Stdout, &n.sums)
 		}
 		if err != nil {
 			n.Error, r.code = err.Error(), codeTrouble
@@ -100,23 +94,6 @@ func (c *Cluster) Plan(ctx context.Context, files watch.ChangeFiles, options []s
 		r.Nodes = append(r.Nodes, n)
 	}
 	return r, nil
-}
-
-// plannedJSON is planned as a node prints it.
-type plannedJSON planned
-
-// UnmarshalJSON implements json.Unmarshaler.
-func (p *plannedJSON) UnmarshalJSON(text []byte) error {
-	var read struct {
-		Effects map[string]int
-		Writes  struct {
-			Added, Replaced, Removed int
-		}
-		Services []plannedService
-	}
-	err := json.Unmarshal(text, &read)
-	p.Effects, p.Writes, p.Services = read.Effects, read.Writes, read.Services
-	return err
 }
 
 // PlanOn has one node plan a change, and prints what it says. It returns the exit status.
@@ -157,11 +134,11 @@ func (r *PlanReport) Print(p *terminal.Printer, all bool) {
 			table = append(table, []string{n.Node, p.Paint(terminal.Red, n.Error)})
 			continue
 		}
-		row := []string{n.Node, fmt.Sprint(len(n.Services)),
-			fmt.Sprintf("+%d ~%d -%d", n.Writes.Added, n.Writes.Replaced, n.Writes.Removed),
-			fmt.Sprint(n.Effects["opens"]), fmt.Sprint(n.Effects["closes"])}
+		row := []string{n.Node, fmt.Sprint(len(n.sums.Services)),
+			fmt.Sprintf("+%d ~%d -%d", n.sums.Writes.Added, n.sums.Writes.Replaced, n.sums.Writes.Removed),
+			fmt.Sprint(n.sums.Effects["opens"]), fmt.Sprint(n.sums.Effects["closes"])}
 		for _, fate := range connectionFates {
-			row = append(row, fmt.Sprint(n.Effects[fate]))
+			row = append(row, fmt.Sprint(n.sums.Effects[fate]))
 		}
 		table = append(table, row)
 	}
@@ -179,7 +156,7 @@ func (r *PlanReport) Print(p *terminal.Printer, all bool) {
 func (r *PlanReport) connections() (lines []string) {
 	sums := map[string]map[string]int{}
 	for i := range r.Nodes {
-		for _, s := range r.Nodes[i].Services {
+		for _, s := range r.Nodes[i].sums.Services {
 			for _, f := range s.Flows {
 				if sums[s.Service] == nil {
 					sums[s.Service] = map[string]int{}

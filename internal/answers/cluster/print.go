@@ -280,13 +280,14 @@ func printLines(p *terminal.Printer, lines []string, all bool) {
 
 // Top is what all nodes count.
 type Top struct {
-	Ports []TopPort
+	Nodes int `json:"nodes"`
 	// Rate is the connections per second of all ports of all nodes, and PortCount how many ports a node has; Ports may
 	// have fewer.
-	Rate      float64
-	PortCount int
-	Failed    []Result
-	Nodes     int
+	Rate      float64   `json:"rate"`
+	PortCount int       `json:"portCount"`
+	Ports     []TopPort `json:"ports"`
+	// Failed are the nodes without an answer.
+	Failed []NodeAnswer `json:"failed,omitempty"`
 }
 
 // TopPort is one service port.
@@ -342,11 +343,12 @@ func (c *Cluster) Top(ctx context.Context, o TopOptions) (*Top, error) {
 			PortCount int
 			Ports     []TopPort
 		}
-		if r.Err = r.failure(0); r.Err == nil {
-			r.Err = json.Unmarshal(r.Stdout, &sample)
+		err := r.failure(0)
+		if err == nil {
+			err = json.Unmarshal(r.Stdout, &sample)
 		}
-		if r.Err != nil {
-			top.Failed = append(top.Failed, r)
+		if err != nil {
+			top.Failed = append(top.Failed, NodeAnswer{Node: r.Node, Error: err.Error()})
 		}
 		top.Rate += sample.Rate
 		top.PortCount = max(top.PortCount, sample.PortCount)
@@ -398,21 +400,6 @@ func (t *adding) add(s *TopPort) {
 	}
 }
 
-// MarshalJSON says of nodes without an answer why there is none.
-func (t *Top) MarshalJSON() ([]byte, error) {
-	out := struct {
-		Nodes     int          `json:"nodes"`
-		Rate      float64      `json:"rate"`
-		PortCount int          `json:"portCount"`
-		Ports     []TopPort    `json:"ports"`
-		Failed    []NodeAnswer `json:"failed,omitempty"`
-	}{Nodes: t.Nodes, Rate: t.Rate, PortCount: t.PortCount, Ports: t.Ports}
-	for _, r := range t.Failed {
-		out.Failed = append(out.Failed, NodeAnswer{Node: r.Node, Error: r.Err.Error()})
-	}
-	return json.Marshal(out)
-}
-
 // Code returns the exit status.
 func (t *Top) Code() int {
 	if len(t.Failed) > 0 {
@@ -433,6 +420,6 @@ func (t *Top) Print(p *terminal.Printer, all bool) {
 	}
 	printTable(p, table)
 	for _, r := range t.Failed {
-		p.Line("%s: %s", r.Node, p.Paint(terminal.Red, r.Err.Error()))
+		p.Line("%s: %s", r.Node, p.Paint(terminal.Red, r.Error))
 	}
 }

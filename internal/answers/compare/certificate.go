@@ -12,6 +12,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/verdict-proxy/verdict/internal/system/packets"
+	"github.com/verdict-proxy/verdict/internal/system/units"
 )
 
 // CertificateFormat is the version of a certificate's fields.
@@ -132,17 +133,17 @@ func (c *Certificate) Text() string {
 		names[i] = fmt.Sprintf("%s (%s)", s.Name, sizeText(s))
 	}
 	fmt.Fprintf(&b, "%s: %s\n", c.Node, strings.Join(names, ", "))
-	fmt.Fprintf(&b, "%s classes of packets to %s destinations, %s the same, %s differ\n", thousands(r.Classes),
-		thousands(r.Destinations), thousands(r.Same), thousands(r.Explained+r.Unexplained))
+	fmt.Fprintf(&b, "%s classes of packets to %s destinations, %s the same, %s differ\n", units.Thousands(r.Classes),
+		units.Thousands(r.Destinations), units.Thousands(r.Same), units.Thousands(r.Explained+r.Unexplained))
 	if r.Explained > 0 {
-		fmt.Fprintf(&b, "%s of the differences have a known reason, %s have none\n", thousands(r.Explained),
-			thousands(r.Unexplained))
+		fmt.Fprintf(&b, "%s of the differences have a known reason, %s have none\n", units.Thousands(r.Explained),
+			units.Thousands(r.Unexplained))
 	}
 	if r.Scheduled > 0 {
-		fmt.Fprintf(&b, "%s more are left to IPVS, which chooses the endpoint\n", thousands(r.Scheduled))
+		fmt.Fprintf(&b, "%s more are left to IPVS, which chooses the endpoint\n", units.Thousands(r.Scheduled))
 	}
 	if r.Unknown > 0 {
-		fmt.Fprintf(&b, "%s more could not be followed:\n", thousands(r.Unknown))
+		fmt.Fprintf(&b, "%s more could not be followed:\n", units.Thousands(r.Unknown))
 		for _, e := range r.Errors {
 			fmt.Fprintf(&b, "  %.300s\n", e)
 		}
@@ -164,7 +165,8 @@ func sizeText(s CertificateSide) string {
 	if s.Size == (packets.Size{}) {
 		return fmt.Sprintf("%.12s", s.Digest)
 	}
-	return fmt.Sprintf("%s rules, %s elements, %.12s", thousands(s.Size.Rules), thousands(s.Size.Elements), s.Digest)
+	return fmt.Sprintf("%s rules, %s elements, %.12s", units.Thousands(s.Size.Rules), units.Thousands(s.Size.Elements),
+		s.Digest)
 }
 
 func (g *Group) write(b *strings.Builder) {
@@ -174,7 +176,7 @@ func (g *Group) write(b *strings.Builder) {
 			reason = r.Name + ": " + r.Text
 		}
 	}
-	fmt.Fprintf(b, "\n%s: %s, from %s. %s\n", thousands(g.Count), g.Kind, g.Sender, reason)
+	fmt.Fprintf(b, "\n%s: %s, from %s. %s\n", units.Thousands(g.Count), g.Kind, g.Sender, reason)
 	for _, d := range g.Examples {
 		service, remembered := "", ""
 		if d.Service != "" {
@@ -189,13 +191,4 @@ func (g *Group) write(b *strings.Builder) {
 			break // one example is enough of what is known
 		}
 	}
-}
-
-// thousands writes a number with commas.
-func thousands(n int) string {
-	text := fmt.Sprint(n)
-	for i := len(text) - 3; i > 0; i -= 3 {
-		text = text[:i] + "," + text[i:]
-	}
-	return text
 }

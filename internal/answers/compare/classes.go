@@ -2,6 +2,7 @@ package compare
 
 import (
 	"cmp"
+	"maps"
 	"net/netip"
 	"slices"
 
@@ -236,12 +237,7 @@ func destinations(n *node, o *objects, sides []Side) []destination {
 	g.addHosts()
 	g.addUnusedPorts()
 	g.addUnallocated()
-	list := make([]destination, 0, len(g.all))
-	for _, d := range g.all {
-		list = append(list, d)
-	}
-	slices.SortFunc(list, func(a, b destination) int { return a.key.Compare(b.key) })
-	return list
+	return slices.SortedFunc(maps.Values(g.all), func(a, b destination) int { return a.key.Compare(b.key) })
 }
 
 // addObjects adds what the objects name.

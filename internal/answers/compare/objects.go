@@ -4,6 +4,7 @@ import (
 	"crypto/sha256"
 	"errors"
 	"fmt"
+	"maps"
 	"net/netip"
 	"slices"
 	"time"
@@ -154,7 +155,7 @@ func (o *objects) digest() (sum [sha256.Size]byte) {
 	h := sha256.New()
 	s := o.state
 	fmt.Fprintln(h, s.Pods4, s.Pods6, s.MasqueradeAll, s.ServiceCIDRs, s.SharedRanges, s.LocalhostNodePorts)
-	for _, n := range sortedNames(s) {
+	for _, n := range slices.SortedFunc(maps.Keys(s.Services), snapshot.Name.Compare) {
 		svc := s.Services[n]
 		fmt.Fprintln(h, n, svc.ClusterIPs, svc.LoadBalancerIPs, svc.HealthCheckNodePort)
 		for _, sp := range svc.Ports {
@@ -171,15 +172,6 @@ func (o *objects) digest() (sum [sha256.Size]byte) {
 	}
 	h.Sum(sum[:0])
 	return sum
-}
-
-func sortedNames(s *dataplane.State) []snapshot.Name {
-	names := make([]snapshot.Name, 0, len(s.Services))
-	for n := range s.Services {
-		names = append(names, n)
-	}
-	slices.SortFunc(names, snapshot.Name.Compare)
-	return names
 }
 
 // lastAddr returns the last address of a range.

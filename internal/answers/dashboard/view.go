@@ -116,15 +116,14 @@ func (v *View) addTop(top *cluster.Top, err error) {
 }
 
 // failures names the nodes that sent no rates, those with the same error together.
-func failures(failed []cluster.Result) string {
+func failures(failed []cluster.NodeAnswer) string {
 	var lines []string
 	nodes := map[string][]string{}
 	for _, f := range failed {
-		text := f.Err.Error()
-		if nodes[text] == nil {
-			lines = append(lines, text)
+		if nodes[f.Error] == nil {
+			lines = append(lines, f.Error)
 		}
-		nodes[text] = append(nodes[text], f.Node)
+		nodes[f.Error] = append(nodes[f.Error], f.Node)
 	}
 	more := len(lines) - maxErrors
 	lines = lines[:min(len(lines), maxErrors)]

@@ -14,19 +14,22 @@ import (
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
-// Answer is the result of explain.
+// Answer is the result of explain; as JSON it is in docs/ANSWERS.md.
 type Answer struct {
-	Packet AskedPacket
-	Origin Origin
+	Packet AskedPacket `json:"packet"`
+	Origin Origin      `json:"origin"`
 	// Objects and Kernel are the two answers; nil if that side was not asked.
-	Objects, Kernel *View
-	// Disagreements lists the differences, if both were asked.
-	Disagreements []string
+	Objects *View `json:"objects,omitempty"`
+	Kernel  *View `json:"kernel,omitempty"`
+	// Same says whether both give the same answer; nil if only one was asked. Disagreements lists the differences.
+	Same          *bool    `json:"agree,omitempty"`
+	Disagreements []string `json:"disagreements,omitempty"`
 	// Preflight is what on this host stops the packet, if the kernel was asked.
-	Preflight []status.Finding
+	Preflight []status.Finding `json:"preflight,omitempty"`
 	// Notes holds further remarks for the user.
-	Notes []string
+	Notes []string `json:"notes,omitempty"`
 
+	key         dataplane.Key
 	sender      sender
 	routes      *preflight.Host
 	adopted     []string
@@ -36,138 +39,177 @@ type Answer struct {
 
 // AskedPacket is the packet that was asked about.
 type AskedPacket struct {
-	dataplane.Packet
+	Source netip.Addr `json:"source"`
 	// StandsFor is the word that was given instead of the Source, if any.
-	StandsFor string
-}
-
-// key is the packet's destination.
-func (p *AskedPacket) key() dataplane.Key {
-	return dataplane.Key{Addr: p.Destination, Protocol: p.Protocol, Port: p.Port}
+	StandsFor   string     `json:"standsFor,omitempty"`
+	Destination netip.Addr `json:"destination"`
+	Port        uint16     `json:"port"`
+	Protocol    string     `json:"protocol"`
+	Interface   string     `json:"interface,omitempty"`
 }
 
 // Origin tells how the rows of policy classify the sender, and why.
 type Origin struct {
-	Pod, Node bool
-	Why       string
+	Pod  bool   `json:"pod"`
+	Node bool   `json:"node"`
+	Why  string `json:"why"`
 }
 
 // View is the answer of the objects, or of the kernel.
 type View struct {
 	// From names who answers. Revision is that of the table, 0 if it has none.
-	From     string
-	Revision uint32
-	// Outcome is a dataplane.Outcome's word, "several" or "unreachable". Why explains Cause in a sentence.
-	Outcome string
-	Cause   dataplane.Cause
-	Why     string
+	From     string `json:"from"`
+	Revision uint32 `json:"revision,omitempty"`
+	// Outcome is a dataplane.Outcome's word, "several" or "unreachable". Why explains Cause, a dataplane.Cause's word, in
+	// a sentence.
+	Outcome string `json:"outcome"`
+	Cause   string `json:"cause"`
+	Why     string `json:"why"`
 	// Service is the Service that answers; nil if there is none.
-	Service *Service
+	Service *Service `json:"service,omitempty"`
 	// Scheduler is IPVS's scheduler, if IPVS chooses the endpoint.
-	Scheduler string
+	Scheduler string `json:"scheduler,omitempty"`
 	// Ranges are the source ranges; nil if every source is allowed.
-	Ranges     *Ranges
-	Rows       []Row
-	Endpoints  []Endpoint
-	Excluded   []ExcludedEndpoint
-	Affinity   *Affinity
-	NearMisses []NearMiss
-	// Chains are the chains that decided. Steps are the rules that saw the packet.
-	Chains  []string
-	Steps   []dataplane.TraceStep
-	Unclear []string
+	Ranges     *Ranges            `json:"sourceRanges,omitempty"`
+	Rows       []Row              `json:"rows,omitempty"`
+	Endpoints  []Endpoint         `json:"endpoints,omitempty"`
+	Excluded   []ExcludedEndpoint `json:"leftOut,omitempty"`
+	Affinity   *Affinity          `json:"affinity,omitempty"`
+	NearMisses []NearMiss         `json:"near,omitempty"`
+	// Chains are the chains that decided. Steps are the rules that saw the packet, if they were asked for.
+	Chains  []string              `json:"way,omitempty"`
+	Steps   []dataplane.TraceStep `json:"trace,omitempty"`
+	Unclear []string              `json:"unclear,omitempty"`
 }
 
 // Service is a Service port that answers.
 type Service struct {
-	Port dataplane.PortName
+	Name string `json:"name"`
+	Port string `json:"port,omitempty"`
 	// Kind is the frontend's kind, as dataplane names it; empty if unknown.
-	Kind string
+	Kind string `json:"kind,omitempty"`
 	// Claims lists other Services that claim the address and lost it to this one.
-	Claims []string
+	Claims []string `json:"alsoClaimedBy,omitempty"`
 	// Settings are what the Service's annotations ask for, if the objects are known.
-	Settings []Setting
+	Settings []Setting `json:"settings,omitempty"`
 	// Connections is the count since the frontend was written; nil if it is not counted.
-	Connections *uint64
+	Connections *uint64 `json:"connections,omitempty"`
 }
 
 // Setting is what an annotation of a Service asks for.
 type Setting struct {
-	Name, Value string
+	Name  string `json:"name"`
+	Value string `json:"value"`
 	// Without says why it changes nothing here; empty if it does.
-	Without string
+	Without string `json:"without,omitempty"`
+}
+
+func serviceOf(p dataplane.PortName) *Service {
+	return &Service{Name: p.Service.String(), Port: p.Port}
 }
 
 // Ranges holds the allowed source ranges of a Service.
 type Ranges struct {
-	Ranges []netip.Prefix
+	Ranges []netip.Prefix `json:"ranges,omitempty"`
 	// Holds is the range that contains the sender; invalid if none does.
-	Holds netip.Prefix
+	Holds netip.Prefix `json:"holds,omitzero"`
 }
 
-// Row is a row of policy.
+// Row is a row of policy. Endpoints are rowLocal or rowCluster.
 type Row struct {
-	From                       dataplane.From
-	Local, Masquerade, Decides bool
+	From       string `json:"from"`
+	Endpoints  string `json:"endpoints"`
+	Masquerade bool   `json:"masquerade"`
+	Decides    bool   `json:"decides"`
 }
+
+// The endpoints that a row may lead to, by whether only those on this node are meant.
+var rowEndpoints = map[bool]string{false: "cluster", true: "local"}
+
+// socket is an address with a port, which are two fields of JSON.
+type socket struct {
+	Address netip.Addr `json:"address"`
+	Port    uint16     `json:"port"`
+}
+
+// AddrPort gives both in one.
+func (s socket) AddrPort() netip.AddrPort { return netip.AddrPortFrom(s.Address, s.Port) }
+
+func socketOf(a netip.AddrPort) socket { return socket{a.Addr(), a.Port()} }
 
 // Endpoint is an endpoint that the packet may be sent to.
 type Endpoint struct {
-	netip.AddrPort
-	Node, Zone string
+	socket
+	Node string `json:"node,omitempty"`
+	Zone string `json:"zone,omitempty"`
 	// Chance is 0 if IPVS chooses, by its scheduler and the Weight.
-	Chance float64
-	Weight int
-	// SourceSeen tells which source address the endpoint sees, and Source is that address, if known. Both are unset for
-	// endpoints of the kernel's IPVS.
-	SourceSeen *dataplane.SourceSeen
-	Source     netip.Addr
+	Chance float64 `json:"chance"`
+	Weight int     `json:"weight,omitempty"`
+	// SourceSeen is the dataplane.SourceSeen's word for the source address that the endpoint sees, and Source is that
+	// address, if known. Both are unset for endpoints of the kernel's IPVS.
+	SourceSeen string     `json:"sees,omitempty"`
+	Source     netip.Addr `json:"source,omitzero"`
 	// Draining is true if the endpoint terminates.
-	Draining bool
+	Draining bool `json:"draining,omitempty"`
 	// Kept explains why an endpoint is not ejected although it is unhealthy; empty for others.
-	Kept string
+	Kept string `json:"unhealthy,omitempty"`
 	// Starting says how an endpoint starts that gets less than its share because of a slow start; empty for others.
-	Starting string
+	Starting string `json:"starting,omitempty"`
 	// Trouble says why what is sent there reaches nobody; empty if nothing is known that stops it.
-	Trouble     string
-	Connections *uint64
+	Trouble     string  `json:"trouble,omitempty"`
+	Connections *uint64 `json:"connections,omitempty"`
+
+	sees dataplane.SourceSeen
 }
 
 // ExcludedEndpoint is an endpoint that the packet cannot be sent to or, with an invalid address, a slice of them.
 type ExcludedEndpoint struct {
-	netip.AddrPort
-	Node, Zone, Slice string
+	Address netip.Addr `json:"address,omitzero"`
+	Port    uint16     `json:"port,omitempty"`
+	Node    string     `json:"node,omitempty"`
+	Zone    string     `json:"zone,omitempty"`
+	Slice   string     `json:"slice,omitempty"`
 	// Reason is a word, and Why a sentence.
-	Reason, Why string
+	Reason string `json:"reason"`
+	Why    string `json:"why"`
 }
 
-// Affinity tells how long a sender stays with an endpoint.
+// Affinity tells how long a sender stays with an endpoint, in seconds.
 type Affinity struct {
-	Timeout time.Duration
+	Timeout int `json:"timeoutSeconds"`
 	// Endpoint is the one that the sender is bound to, for Left more; invalid if it is not bound.
-	Endpoint netip.AddrPort
-	Left     time.Duration
+	Endpoint netip.AddrPort `json:"endpoint,omitzero"`
+	Left     int            `json:"remainingSeconds,omitempty"`
 }
 
-// NearMiss is a frontend that the user may have meant.
+// NearMiss is a frontend that the user may have meant. Service names the service port, empty if it is not known.
 type NearMiss struct {
-	Key  dataplane.Key
-	Port dataplane.PortName
+	socket
+	Protocol string `json:"protocol"`
+	Service  string `json:"service"`
 	// Kind is as in Service.
-	Kind string
+	Kind string `json:"kind,omitempty"`
+}
+
+func nearMiss(k dataplane.Key, of dataplane.PortName, kind string) NearMiss {
+	n := NearMiss{socket: socket{k.Addr, k.Port}, Protocol: k.Protocol.String(), Kind: kind}
+	if of != (dataplane.PortName{}) {
+		n.Service = of.String()
+	}
+	return n
 }
 
 // fillObjects fills in the objects' answer.
 func (a *Answer) fillObjects(x *dataplane.Explanation, o *Objects, policy *Policy, unknown string) {
 	a.explanation, a.adopted = x, o.Adopted
 	a.Origin = a.originBy(x, o, policy, unknown)
-	v := &View{From: o.Source, Outcome: x.Cause.Outcome().String(), Cause: x.Cause}
+	v := &View{From: o.Source, Outcome: x.Cause.Outcome().String(), Cause: x.Cause.String()}
 	a.Objects = v
 	if x.Frontend != nil {
 		a.fillFrontend(v, o)
 	}
 	for _, n := range x.NearMisses {
-		v.NearMisses = append(v.NearMisses, NearMiss{n.Key, n.Claim.Port, n.Claim.Kind.String()})
+		v.NearMisses = append(v.NearMisses, nearMiss(n.Key, n.Claim.Port, n.Claim.Kind.String()))
 	}
 	v.Why = a.why(v)
 	if x.Cause == dataplane.FrontendFound || x.Cause == dataplane.FrontendScheduled && x.ZonesIgnored != "" {
@@ -214,7 +256,8 @@ func (a *Answer) originBy(x *dataplane.Explanation, o *Objects, policy *Policy, 
 // fillFrontend fills in the frontend.
 func (a *Answer) fillFrontend(v *View, o *Objects) {
 	x := a.explanation
-	v.Service = &Service{Port: x.Port.Name, Kind: x.Frontend.Kind.String(), Settings: settingsOf(x)}
+	v.Service = serviceOf(x.Port.Name)
+	v.Service.Kind, v.Service.Settings = x.Frontend.Kind.String(), settingsOf(x)
 	for _, c := range x.Claims[1:] {
 		v.Service.Claims = append(v.Service.Claims, c.String())
 	}
@@ -222,13 +265,13 @@ func (a *Answer) fillFrontend(v *View, o *Objects) {
 		v.Ranges = &Ranges{x.Frontend.Sources, x.Source}
 	}
 	for i, r := range x.Frontend.Routes {
-		v.Rows = append(v.Rows, Row{From: r.From, Local: x.Local[i], Masquerade: r.SNAT, Decides: i == x.Row})
+		v.Rows = append(v.Rows, Row{r.From.String(), rowEndpoints[x.Local[i]], r.SNAT, i == x.Row})
 	}
 	if x.Cause == dataplane.FrontendScheduled {
 		v.Scheduler = x.Port.Scheduling.String()
 	}
 	if x.Port.Affinity > 0 {
-		v.Affinity = &Affinity{Timeout: x.Port.Affinity}
+		v.Affinity = &Affinity{Timeout: int(x.Port.Affinity / time.Second)}
 	}
 	if x.Cause != dataplane.SourceRefused && x.Cause != dataplane.FromOutsideToLoopback { // else they make no difference
 		a.fillEndpoints(v, o)
@@ -246,15 +289,14 @@ func (a *Answer) fillEndpoints(v *View, o *Objects) {
 	}
 	for _, c := range x.Endpoints {
 		if !c.Reason.Included() {
-			l := ExcludedEndpoint{AddrPort: c.AddrPort, Node: c.Object.Node, Zone: c.Object.Zone, Slice: c.Slice,
+			l := ExcludedEndpoint{Address: c.Addr(), Port: c.Port(), Node: c.Object.Node, Zone: c.Object.Zone, Slice: c.Slice,
 				Reason: c.Reason.String(), Why: a.exclusionText(&c, o.Config.NodeName)}
 			v.Excluded = append(v.Excluded, l)
 			continue
 		}
-		e := Endpoint{AddrPort: c.AddrPort, Node: c.Object.Node, Zone: c.Object.Zone,
-			Chance:     float64(c.Share()) / float64(total),
-			SourceSeen: &c.SourceSeen, Source: a.source(c.SourceSeen, c.Addr()),
-			Draining: c.Reason == dataplane.IncludedTerminating}
+		e := Endpoint{socket: socketOf(c.AddrPort), Node: c.Object.Node, Zone: c.Object.Zone,
+			Chance: float64(c.Share()) / float64(total), Draining: c.Reason == dataplane.IncludedTerminating}
+		a.fillSource(&e, c.SourceSeen)
 		if v.Scheduler != "" {
 			e.Chance, e.Weight = 0, int(c.Weight)
 		}
@@ -277,8 +319,10 @@ func (a *Answer) fillEndpoints(v *View, o *Objects) {
 }
 
 // unhealthyText says what is wrong with an endpoint, and since when.
-func unhealthyText(u *snapshot.Unhealthy) string {
-	return u.Cause.String() + " since " + u.Since.UTC().Format(time.RFC3339)
+func unhealthyText(u *snapshot.Unhealthy) string { return sinceText(u.Cause.String(), u.Since) }
+
+func sinceText(cause string, since time.Time) string {
+	return cause + " since " + since.UTC().Format(time.RFC3339)
 }
 
 // keptText says why an unhealthy endpoint is still in its pool.
@@ -314,13 +358,12 @@ func portText(p dataplane.PortName, s dataplane.SkippedSlice) string {
 	return text + "; it has " + strings.Join(has, ", ")
 }
 
-// source returns the source address that an endpoint sees; invalid if it is unknown which of this node's it is.
-func (a *Answer) source(s dataplane.SourceSeen, endpoint netip.Addr) netip.Addr {
-	if !s.Node() {
-		return a.sender.addr
+// fillSource fills in the source address that an endpoint sees; invalid if it is unknown which of this node's it is.
+func (a *Answer) fillSource(e *Endpoint, s dataplane.SourceSeen) {
+	e.sees, e.SourceSeen, e.Source = s, s.String(), a.sender.addr
+	if s.Node() {
+		e.Source, _, _ = a.routes.Route(e.Address)
 	}
-	from, _, _ := a.routes.Route(endpoint)
-	return from
 }
 
 // exclusionText explains why an endpoint is not in the pool.
@@ -368,22 +411,22 @@ func orNone(names []string) string {
 // fillKernel fills in the kernel's answer.
 func (a *Answer) fillKernel(t *dataplane.Trace) {
 	a.trace = t
-	v := &View{From: "the kernel", Revision: t.Revision, Outcome: t.Outcome(), Cause: t.Cause, Chains: t.Chains(),
-		Steps:   t.Steps,
-		Unclear: t.Unclear, Scheduler: t.Scheduler}
+	v := &View{From: "the kernel", Revision: t.Revision, Outcome: t.Outcome(), Cause: t.Cause.String(),
+		Chains: t.Chains(), Steps: t.Steps, Unclear: t.Unclear, Scheduler: t.Scheduler}
 	a.Kernel = v
 	a.Notes = append(a.Notes, t.Notes...)
 	if t.Port.Service != (snapshot.Name{}) {
-		v.Service = &Service{Port: t.Port, Connections: t.Connections}
+		v.Service = serviceOf(t.Port)
+		v.Service.Connections = t.Connections
 	}
 	a.fillDestinations(v)
 	for _, d := range t.Destinations {
-		v.Endpoints = append(v.Endpoints, Endpoint{AddrPort: d.AddrPort, Weight: int(d.Weight), Draining: d.Weight == 0,
-			Connections: &d.Connections})
+		v.Endpoints = append(v.Endpoints, Endpoint{socket: socketOf(d.AddrPort), Weight: int(d.Weight),
+			Draining: d.Weight == 0, Connections: &d.Connections})
 	}
 	a.fillHealth(v, t.Unhealthy)
 	for _, n := range t.Near {
-		v.NearMisses = append(v.NearMisses, NearMiss{Key: n.Key, Port: n.Port})
+		v.NearMisses = append(v.NearMisses, nearMiss(n.Key, n.Port, ""))
 	}
 	v.Why = a.whyKernel(v)
 }
@@ -397,12 +440,12 @@ func (a *Answer) fillHealth(v *View, list []dataplane.EndpointHealth) {
 			if u.Cause == snapshot.Refused {
 				reason = dataplane.ExcludedRefused
 			}
-			v.Excluded = append(v.Excluded, ExcludedEndpoint{AddrPort: u.Endpoint, Reason: reason.String(),
-				Why: unhealthyText(&u.Unhealthy) + ejectedHere})
+			v.Excluded = append(v.Excluded, ExcludedEndpoint{Address: u.Endpoint.Addr(), Port: u.Endpoint.Port(),
+				Reason: reason.String(), Why: unhealthyText(&u.Unhealthy) + ejectedHere})
 			continue
 		}
 		for n := range v.Endpoints {
-			if v.Endpoints[n].AddrPort == u.Endpoint {
+			if v.Endpoints[n].AddrPort() == u.Endpoint {
 				v.Endpoints[n].Kept = unhealthyText(&u.Unhealthy) + keptHere[u.Doubtful]
 			}
 		}
@@ -428,19 +471,20 @@ func (a *Answer) fillDestinations(v *View) {
 		case end.Masquerade:
 			sees = dataplane.SourceSeenNode
 		}
-		v.Endpoints = append(v.Endpoints, Endpoint{AddrPort: end.Endpoint, Chance: float64(end.Share) / float64(end.Of),
-			SourceSeen: &sees,
-			Source:     a.source(sees, end.Endpoint.Addr()), Connections: end.Connections})
+		e := Endpoint{socket: socketOf(end.Endpoint), Chance: float64(end.Share) / float64(end.Of),
+			Connections: end.Connections}
+		a.fillSource(&e, sees)
+		v.Endpoints = append(v.Endpoints, e)
 		if end.Remember > 0 {
-			v.Affinity = &Affinity{Timeout: end.Remember}
+			v.Affinity = &Affinity{Timeout: int(end.Remember / time.Second)}
 		}
 	}
-	slices.SortStableFunc(v.Endpoints, func(x, y Endpoint) int { return x.Compare(y.AddrPort) })
+	slices.SortStableFunc(v.Endpoints, func(x, y Endpoint) int { return x.AddrPort().Compare(y.AddrPort()) })
 	if bound, ok := a.trace.Bound(); ok {
 		if v.Affinity == nil {
 			v.Affinity = &Affinity{}
 		}
-		v.Affinity.Endpoint, v.Affinity.Left = bound.Endpoint, bound.Left
+		v.Affinity.Endpoint, v.Affinity.Left = bound.Endpoint, int(bound.Left/time.Second)
 	}
 }
 
@@ -449,7 +493,10 @@ func (a *Answer) compare() {
 	if a.explanation == nil || a.trace == nil {
 		return
 	}
-	for _, d := range a.trace.Disagreements(a.explanation) {
+	disagreements := a.trace.Disagreements(a.explanation)
+	same := len(disagreements) == 0
+	a.Same = &same
+	for _, d := range disagreements {
 		a.Disagreements = append(a.Disagreements, d.String())
 	}
 	for _, flag := range a.adopted {

@@ -6,6 +6,7 @@ import (
 	"net/netip"
 	"slices"
 	"strings"
+	"time"
 
 	"github.com/verdict-proxy/verdict/internal/system/ipfamily"
 	"github.com/verdict-proxy/verdict/internal/system/terminal"
@@ -106,12 +107,12 @@ func (a *Answer) whyKernel(v *View) string {
 		}
 		return fmt.Sprintf("%s, but %s of the connections find an empty slot and are not translated", sentTo(v.Endpoints),
 			percent(1-whole))
-	case v.Cause == dataplane.FrontendFound:
+	case a.trace.Cause == dataplane.FrontendFound:
 		return sentTo(v.Endpoints)
-	case v.Cause == dataplane.FrontendScheduled:
+	case a.trace.Cause == dataplane.FrontendScheduled:
 		return scheduledTo(v)
 	}
-	return plainWhy(v.Cause, a.Packet.key())
+	return plainWhy(a.trace.Cause, a.key)
 }
 
 // plainWhy explains what is known without the objects.
@@ -190,7 +191,7 @@ func (a *Answer) Print(s *terminal.Printer, o TextOptions) {
 	if a.Packet.Interface != "" {
 		from = ", in by " + a.Packet.Interface
 	}
-	labelled(s, "Packet", "%s -> %s%s", a.Packet.Source, a.Packet.key(), from)
+	labelled(s, "Packet", "%s -> %s%s", a.Packet.Source, a.key, from)
 	labelled(s, "Sender", "%s", a.Origin.Why)
 	if a.Objects != nil {
 		a.printView(s, a.Objects, o)
@@ -243,8 +244,8 @@ func (a *Answer) printView(s *terminal.Printer, v *View, o TextOptions) {
 		if r.Decides {
 			mark = s.Paint(terminal.Green, "> ")
 		}
-		who := map[string]string{"anyone": "anyone", "pod": "pods", "node": "this node"}[r.From.String()]
-		where := map[string]string{"cluster": "endpoints anywhere", "local": "endpoints on this node"}[r.endpoints()]
+		who := map[string]string{"anyone": "anyone", "pod": "pods", "node": "this node"}[r.From]
+		where := map[string]string{"cluster": "endpoints anywhere", "local": "endpoints on this node"}[r.Endpoints]
 		sees := "which see the sender's own address"
 		if r.Masquerade {
 			sees = "which see an address of this node"
@@ -268,7 +269,7 @@ func (a *Answer) printView(s *terminal.Printer, v *View, o TextOptions) {
 }
 
 func (a *Answer) printService(s *terminal.Printer, v *View, sv *Service, o TextOptions) {
-	text := s.Paint(terminal.Bold, sv.Port.String())
+	text := s.Paint(terminal.Bold, strings.TrimSuffix(sv.Name+":"+sv.Port, ":"))
 	if k, ok := kindText[sv.Kind]; ok {
 		text += ", " + k
 	}
@@ -319,13 +320,15 @@ func (a *Answer) printAffinity(s *terminal.Printer, v *View) {
 	}
 	label := "Affinity"
 	if f.Timeout > 0 {
-		labelled(s, label, "a sender stays with its endpoint for %s after its last connection", units.Span(f.Timeout))
+		labelled(s, label, "a sender stays with its endpoint for %s after its last connection", spanText(f.Timeout))
 		label = ""
 	}
 	if f.Endpoint.IsValid() {
-		labelled(s, label, "%s is bound to %s for %s more", a.Packet.Source, f.Endpoint, units.Span(f.Left))
+		labelled(s, label, "%s is bound to %s for %s more", a.Packet.Source, f.Endpoint, spanText(f.Left))
 	}
 }
+
+func spanText(seconds int) string { return units.Span(time.Duration(seconds) * time.Second) }
 
 // printNear shows the frontends that the user may have meant.
 func (a *Answer) printNear(s *terminal.Printer, v *View) {
@@ -342,7 +345,7 @@ func (a *Answer) printNear(s *terminal.Printer, v *View) {
 			labelled(s, label, "and %d more", len(v.NearMisses)-i)
 			break
 		}
-		text := fmt.Sprintf("%s/%s is %s", netip.AddrPortFrom(n.Key.Addr, n.Key.Port), n.Key.Protocol, n.name())
+		text := fmt.Sprintf("%s/%s is %s", n.AddrPort(), n.Protocol, n.Service)
 		if k, ok := kindText[n.Kind]; ok {
 			text += ", " + k
 		}
@@ -352,14 +355,14 @@ func (a *Answer) printNear(s *terminal.Printer, v *View) {
 
 // seen describes the source address that an endpoint sees.
 func (e *Endpoint) seen() string {
-	if e.SourceSeen == nil {
+	if e.SourceSeen == "" {
 		return ""
 	}
 	who := "an address of this node"
 	if e.Source.IsValid() {
 		who = e.Source.String() + ", this node"
 	}
-	switch *e.SourceSeen {
+	switch e.sees {
 	case dataplane.SourceSeenNode:
 		return who
 	case dataplane.SourceSeenHairpin:
@@ -381,7 +384,7 @@ func (a *Answer) printEndpoints(s *terminal.Printer, v *View, o TextOptions) {
 		t.limit = max(len(v.Endpoints), len(left))
 	}
 	for _, e := range v.Endpoints {
-		t.width, t.nodes = max(t.width, len(e.AddrPort.String())), max(t.nodes, len(placeText(e.Node, e.Zone)))
+		t.width, t.nodes = max(t.width, len(e.AddrPort().String())), max(t.nodes, len(placeText(e.Node, e.Zone)))
 		t.counted = t.counted || e.Connections != nil
 	}
 	for _, l := range left {
@@ -419,7 +422,7 @@ func (t *endpointTable) taken(s *terminal.Printer, v *View) {
 	if v.Scheduler != "" {
 		part = "WEIGHT"
 	}
-	if v.Endpoints[0].SourceSeen == nil {
+	if v.Endpoints[0].SourceSeen == "" {
 		sees = ""
 	}
 	s.Line("")
@@ -432,7 +435,7 @@ func (t *endpointTable) taken(s *terminal.Printer, v *View) {
 		if t.nodes == 0 && e.Connections != nil {
 			middle = fmt.Sprint(*e.Connections)
 		}
-		s.Line("  %s", c.Row(part, e.AddrPort.String(), middle, e.seen()))
+		s.Line("  %s", c.Row(part, e.AddrPort().String(), middle, e.seen()))
 		if e.Trouble != "" && !v.stopped() { // by the same for all endpoints
 			s.Line("  %s", c.Row("", "", "", s.Paint(terminal.Red, e.Trouble)))
 		}
@@ -470,10 +473,10 @@ func (t *endpointTable) more(s *terminal.Printer, n int) {
 
 // leftOutName gives an endpoint's address, or the slice that holds several.
 func leftOutName(l ExcludedEndpoint) string {
-	if !l.IsValid() {
+	if !l.Address.IsValid() {
 		return "slice " + l.Slice
 	}
-	return l.AddrPort.String()
+	return netip.AddrPortFrom(l.Address, l.Port).String()
 }
 
 // revision says which one of a table was asked; rules of iptables have none.

@@ -31,8 +31,10 @@ type Comparison struct {
 
 // ServiceCount counts the differences of one Service. The name is empty for shared elements.
 type ServiceCount struct {
-	Service                 string
-	Missing, Extra, Changed int
+	Service string `json:"service"`
+	Missing int    `json:"missing"`
+	Extra   int    `json:"extra"`
+	Changed int    `json:"changed"`
 }
 
 // A difference counts only if it lasts for settleTime, because a change may be on its way to the kernel. While the

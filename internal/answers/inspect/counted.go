@@ -33,12 +33,13 @@ func allFrontends(counted string) bool {
 }
 
 // uncountedNote explains why a Service's connections, or those of its endpoints, are not counted; empty if they are.
-func (e *explainRun) uncountedNote(counted string, v *View) string {
+func (e *explainRun) uncountedNote(t *dataplane.Trace, v *View) string {
+	counted := t.Counted
 	frontend, endpoints := v.Service.Connections != nil, true
 	for _, taken := range v.Endpoints {
 		endpoints = endpoints && taken.Connections != nil
 	}
-	wish, known := e.requestedCounters(v.Service.Port.Service)
+	wish, known := e.requestedCounters(t.Port.Service)
 	if v.Affinity != nil || len(v.Endpoints) == 0 { // its endpoints count elsewhere, or there are none
 		endpoints = notCounted(counted) == "" || known && wish == snapshot.CountersFirst
 	}

@@ -138,9 +138,8 @@ func (e *explainRun) answer(ctx context.Context) (*Answer, error) {
 	if err != nil {
 		return nil, err
 	}
-	a := &Answer{routes: e.routes, sender: s, Packet: AskedPacket{StandsFor: s.standsFor,
-		Packet: dataplane.Packet{Source: s.addr,
-			Destination: e.q.Key.Addr, Port: e.q.Key.Port, Protocol: e.q.Key.Protocol, Interface: s.iface}}}
+	a := &Answer{routes: e.routes, sender: s, key: e.q.Key, Packet: AskedPacket{s.addr, s.standsFor, e.q.Key.Addr,
+		e.q.Key.Port, e.q.Key.Protocol.String(), s.iface}}
 	if e.objects != nil {
 		x := dataplane.Explain(e.config(), snap, dataplane.Question{Source: s.addr, Interface: s.iface, Key: e.q.Key})
 		a.fillObjects(x, e.objects, &e.Objects.Policy, pods.unknown)
@@ -157,7 +156,7 @@ func (e *explainRun) answer(ctx context.Context) (*Answer, error) {
 			a.Kernel.From += " at " + e.At.Local().Format(time.DateTime)
 		}
 		if a.Kernel.Service != nil {
-			if why := e.uncountedNote(t.Counted, a.Kernel); why != "" {
+			if why := e.uncountedNote(t, a.Kernel); why != "" {
 				a.Notes = append(a.Notes, why)
 			}
 		}

@@ -311,11 +311,11 @@ func (c *askedCluster) send(q Question, from *lab.Host, a *Answer) {
 	if want != lab.Answered {
 		return
 	}
-	i := slices.IndexFunc(a.Kernel.Endpoints, func(e Endpoint) bool { return e.AddrPort == r.Destination })
+	i := slices.IndexFunc(a.Kernel.Endpoints, func(e Endpoint) bool { return e.AddrPort() == r.Destination })
 	if i < 0 {
 		c.t.Errorf("%s -> %s/%s: %v; explain says %+v", from.Name, to, q.Key.Protocol, r, a.Kernel.Endpoints)
 	} else if e := a.Kernel.Endpoints[i]; e.Source != r.Source.Addr() {
-		c.t.Errorf("%s -> %s/%s: %v; explain says it sees %s (%s)", from.Name, to, q.Key.Protocol, r, e.Source, *e.SourceSeen)
+		c.t.Errorf("%s -> %s/%s: %v; explain says it sees %s (%s)", from.Name, to, q.Key.Protocol, r, e.Source, e.SourceSeen)
 	}
 }
 

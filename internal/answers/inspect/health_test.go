@@ -1,9 +1,9 @@
 package inspect
 
 import (
+	"encoding/json"
 	"fmt"
 	"net/netip"
-	"reflect"
 	"strings"
 	"testing"
 	"time"
@@ -49,14 +49,14 @@ func TestExplainUnhealthy(t *testing.T) {
 		a := &Answer{}
 		a.fillObjects(dataplane.Explain(o.Config, snap, dataplane.Question{Source: netip.MustParseAddr("10.0.0.9"),
 			Key: dataplane.Key{Addr: preflight.Outside[0], Protocol: snapshot.TCP, Port: 80}}), o, &Policy{}, "")
-		view := a.JSON(false).Objects
+		view := a.Objects
 		kept, left := map[string]string{}, map[string]string{}
 		for _, e := range view.Endpoints {
-			if e.Unhealthy != "" {
-				kept[fmt.Sprint(e.Address, ":", e.Port)] = e.Unhealthy
+			if e.Kept != "" {
+				kept[e.AddrPort().String()] = e.Kept
 			}
 		}
-		for _, e := range view.LeftOut {
+		for _, e := range view.Excluded {
 			left[fmt.Sprint(e.Address, ":", e.Port)] = e.Why
 		}
 		if kept[test.kept] != test.keptIs || left[test.ejected] != test.leftIs {
@@ -83,10 +83,10 @@ func TestTopEjected(t *testing.T) {
 	}
 	_, s, _ := newFakeSampler(3)
 	labtest.Check(t, s.Sample(t.Context(), nil, nil, time.Second, false))
-	sample := s.Result(ByName, time.Second)
 	// The same endpoint is ejected from two pools.
 	dead := of("10.9.0.1:80", true)
-	sample.addHealth([]dataplane.EndpointHealth{dead, dead, of("10.9.0.2:80", false)})
+	s.unhealthy = []dataplane.EndpointHealth{dead, dead, of("10.9.0.2:80", false)}
+	sample := s.Result(ByName, time.Second)
 	var out strings.Builder
 	sample.Print(terminal.NewPrinter(&out), len(sample.Ports))
 	for want, times := range map[string]int{
@@ -108,8 +108,8 @@ func TestTopEjected(t *testing.T) {
 	if got := screen(); !strings.Contains(got, "10.9.0.1:80  unanswered") {
 		t.Errorf("with its endpoints the screen is\n%s", got)
 	}
-	want := []EjectedJSON{{Address: "10.9.0.1", Port: 80, Cause: "unanswered", Since: since}}
-	if got := sample.JSON(len(sample.Ports)).Ports[1].Ejected; !reflect.DeepEqual(got, want) {
-		t.Errorf("as JSON: %+v", got)
+	const want = `[{"address":"10.9.0.1","port":80,"cause":"unanswered","since":"2026-11-22T14:02:07Z"}]`
+	if got, err := json.Marshal(sample.Ports[1].Ejected); string(got) != want || err != nil {
+		t.Errorf("as JSON: %s, %v", got, err)
 	}
 }

@@ -102,7 +102,7 @@ func (a *Answer) noteUnclear(text string) {
 
 // answered reports whether a Service sends the packet on.
 func (v *View) answered() bool {
-	return v != nil && (v.Cause == dataplane.FrontendFound || v.Cause == dataplane.FrontendScheduled)
+	return v != nil && (v.Cause == dataplane.FrontendFound.String() || v.Cause == dataplane.FrontendScheduled.String())
 }
 
 // routed reports whether this host's routes are those of the packet.
@@ -110,29 +110,29 @@ func (e *explainRun) routed() bool { return e.routes != nil && e.At.IsZero() }
 
 // hostPacket returns the packet as the host sees it.
 func (e *explainRun) hostPacket(a *Answer) preflight.Packet {
-	protocol, _ := packets.ParseProtocol(a.Packet.Protocol.String())
+	protocol, _ := packets.ParseProtocol(a.Packet.Protocol)
 	iface := e.packet(a.sender).Interface
-	to := netip.AddrPortFrom(a.Packet.Destination, a.Packet.Port)
+	to := netip.AddrPortFrom(a.key.Addr, a.key.Port)
 	return preflight.NewPacket(a.sender.addr, to, protocol, iface == "", iface)
 }
 
 // trouble says why packets that are sent to an endpoint reach nobody, and what was found if it is of this host; empty
 // if nothing is known.
 func (e *explainRun) trouble(a *Answer, ep *Endpoint, p preflight.Packet) (string, *status.Finding) {
-	if why := serviceAddressText(a.explanation, ep.AddrPort); why != "" {
+	if why := serviceAddressText(a.explanation, ep.AddrPort()); why != "" {
 		return why, nil
 	}
 	if !e.routed() {
 		return "", nil
 	}
-	hairpin := ep.SourceSeen != nil && *ep.SourceSeen == dataplane.SourceSeenHairpin
-	if hairpin && e.routes.Bridged(a.Packet.Interface, ep.Addr()) {
-		if port := e.routes.NoHairpin(a.Packet.Interface, ep.Addr()); port != "" {
+	hairpin := ep.sees == dataplane.SourceSeenHairpin
+	if hairpin && e.routes.Bridged(a.Packet.Interface, ep.Address) {
+		if port := e.routes.NoHairpin(a.Packet.Interface, ep.Address); port != "" {
 			return fmt.Sprintf("lost: %s gives nothing back to the port it came from: set hairpin mode of %s",
 				a.Packet.Interface, port), nil
 		}
 	}
-	found, unclear := e.routes.After(p, ep.AddrPort, ep.SourceSeen != nil && ep.SourceSeen.Node())
+	found, unclear := e.routes.After(p, ep.AddrPort(), ep.sees.Node())
 	a.noteUnclear(unclear)
 	if found != nil {
 		return "lost: " + found.What, found

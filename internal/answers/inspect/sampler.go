@@ -3,6 +3,7 @@ package inspect
 import (
 	"cmp"
 	"context"
+	"maps"
 	"math"
 	"net/netip"
 	"slices"
@@ -150,12 +151,7 @@ func NewSampler(from reconcile.Inspector) *Sampler {
 func (s *Sampler) Installed() bool { return s.version != "" || len(s.ports) > 0 }
 
 // Names returns the known Service ports, unsorted.
-func (s *Sampler) Names() (names []string) {
-	for name := range s.ports {
-		names = append(names, name)
-	}
-	return names
-}
+func (s *Sampler) Names() []string { return slices.Collect(maps.Keys(s.ports)) }
 
 // Sample reads counters. Visible are the ports that are shown, and expanded those whose endpoints are shown too. With
 // all, it reads every frontend at any cost; otherwise interval, the time since the last sample, limits how many are
@@ -329,51 +325,64 @@ func (p *portMeter) take(c *dataplane.Counters, now time.Time) {
 	p.endpoints = found
 }
 
-// Sample is the content of top.
+// Sample is the content of top; as JSON it is in docs/ANSWERS.md.
 type Sample struct {
-	// Interval is the time between the readings. Rate is the sum of all ports, in connections per second.
-	Interval time.Duration
-	Rate     float64
-	Ports    []PortSample
+	// Interval is the seconds between the readings. Rate is the sum of all ports, in connections per second.
+	Interval float64 `json:"intervalSeconds"`
+	Rate     float64 `json:"rate"`
+	// PortCount is how many service ports there are; Ports may have fewer.
+	PortCount int          `json:"portCount"`
+	Ports     []PortSample `json:"ports"`
 	// Counted is one of dataplane.CountedEndpoints and its like; empty if unknown.
-	Counted string
+	Counted string `json:"counted,omitempty"`
 }
 
 // PortSample is a service port in a sample.
 type PortSample struct {
-	// Port is empty if the kernel does not name the frontend's Service. Then Name is the address.
-	Port  dataplane.PortName
-	Name  string
-	Rate  float64
-	Total uint64
+	// Name is that of the service port, and Service and Port its parts. If the kernel does not name the frontend's
+	// Service, Name and Service are the address.
+	Name    string  `json:"-"`
+	Service string  `json:"service"`
+	Port    string  `json:"port,omitempty"`
+	Rate    float64 `json:"rate"`
+	Total   uint64  `json:"total"`
 	// NotCounted is true if no frontend of the port is counted.
-	NotCounted bool
+	NotCounted bool `json:"notCounted,omitempty"`
 	// Choices is the size of the largest pool of any frontend; AtMost says that it is a bound, at most a quarter too
 	// large. Scheduled is true if IPVS chooses.
-	Choices   int
-	AtMost    bool
-	Scheduled bool
+	Choices   int  `json:"endpointCount"`
+	AtMost    bool `json:"endpointCountAtMost,omitempty"`
+	Scheduled bool `json:"scheduled,omitempty"`
 	// Scheduler is nil, and Frontends and Endpoints are empty, unless the port is expanded.
-	Scheduler *dataplane.SchedulerCount
-	Frontends []FrontendSample
-	Endpoints []EndpointSample
+	Scheduler *dataplane.SchedulerCount `json:"ipvs,omitempty"`
+	Frontends []FrontendSample          `json:"frontends"`
+	Endpoints []EndpointSample          `json:"endpoints,omitempty"`
 	// Ejected are endpoints of the Service that new connections from this node do not reach, whatever their port.
-	Ejected []dataplane.EndpointHealth
+	Ejected []EjectedSample `json:"ejected,omitempty"`
+}
+
+// EjectedSample is an ejected endpoint.
+type EjectedSample struct {
+	socket
+	Cause string    `json:"cause"`
+	Since time.Time `json:"since"`
 }
 
 // FrontendSample is a frontend in a sample.
 type FrontendSample struct {
-	dataplane.Counted
-	Rate  float64
-	Total uint64
+	socket
+	Protocol string  `json:"protocol"`
+	Outside  bool    `json:"outside,omitempty"`
+	Rate     float64 `json:"rate"`
+	Total    uint64  `json:"total"`
 }
 
 // EndpointSample is an endpoint in a sample.
 type EndpointSample struct {
-	netip.AddrPort
-	Rate      float64
-	Total     uint64
-	Scheduler *dataplane.SchedulerCount
+	socket
+	Rate      float64                   `json:"rate"`
+	Total     uint64                    `json:"total"`
+	Scheduler *dataplane.SchedulerCount `json:"ipvs,omitempty"`
 }
 
 // The orders in which ports are shown.
@@ -388,20 +397,25 @@ var Orders = []string{ByRate, ByTotal, ByName}
 
 // Result returns the latest sample in an order, without frontends and endpoints.
 func (s *Sampler) Result(order string, interval time.Duration) *Sample {
-	out := &Sample{Interval: interval, Counted: s.counted, Ports: make([]PortSample, 0, len(s.ports))}
+	out := &Sample{Interval: interval.Seconds(), Counted: s.counted, PortCount: len(s.ports),
+		Ports: make([]PortSample, 0, len(s.ports))}
+	ejected := ejectedOf(s.unhealthy)
 	for _, p := range s.ports {
 		rate, total := p.sum()
 		choices, atMost := p.choices()
 		out.Rate += rate
-		out.Ports = append(out.Ports, PortSample{Port: p.port, Name: p.name, Rate: rounded(rate), Total: total,
-			Choices: choices, AtMost: atMost,
-			Scheduled: p.scheduled(), NotCounted: p.notCounted()})
+		service := p.name
+		if p.port != (dataplane.PortName{}) {
+			service = p.port.Service.String()
+		}
+		out.Ports = append(out.Ports, PortSample{Name: p.name, Service: service, Port: p.port.Port, Rate: rounded(rate),
+			Total: total, Choices: choices, AtMost: atMost, Scheduled: p.scheduled(), NotCounted: p.notCounted(),
+			Ejected: ejected[p.port.Service]})
 	}
 	out.Rate = rounded(out.Rate)
 	slices.SortFunc(out.Ports, func(a, b PortSample) int {
 		return compareIn(order, a.Rate, b.Rate, a.Total, b.Total, a.Name, b.Name)
 	})
-	out.addHealth(s.unhealthy)
 	return out
 }
 
@@ -423,21 +437,22 @@ func compareIn(order string, rateA, rateB float64, totalA, totalB uint64, nameA,
 func (s *Sampler) Details(t *PortSample, order string) {
 	p := s.ports[t.Name]
 	t.Scheduler = p.scheduler
-	for _, f := range p.frontends {
-		t.Frontends = append(t.Frontends, FrontendSample{f.Counted, rounded(f.rate), f.connections})
-	}
-	slices.SortFunc(t.Frontends, func(a, b FrontendSample) int {
+	for _, f := range slices.SortedFunc(slices.Values(p.frontends), func(a, b *frontendMeter) int {
 		return cmp.Or(a.Key.Compare(b.Key), compareBool(a.Outside, b.Outside))
-	})
+	}) {
+		t.Frontends = append(t.Frontends, FrontendSample{socket{f.Key.Addr, f.Key.Port}, f.Key.Protocol.String(), f.Outside,
+			rounded(f.rate), f.connections})
+	}
 	for _, e := range p.endpoints {
 		rate, total := e.sum()
-		t.Endpoints = append(t.Endpoints, EndpointSample{e.addr, rounded(rate), total, e.scheduler})
+		t.Endpoints = append(t.Endpoints, EndpointSample{socketOf(e.addr), rounded(rate), total, e.scheduler})
 	}
 	slices.SortFunc(t.Endpoints, func(a, b EndpointSample) int {
 		if order == ByName {
-			return a.Compare(b.AddrPort)
+			return a.AddrPort().Compare(b.AddrPort())
 		}
-		return cmp.Or(compareIn(order, a.Rate, b.Rate, a.Total, b.Total, "", ""), a.Compare(b.AddrPort))
+		return cmp.Or(compareIn(order, a.Rate, b.Rate, a.Total, b.Total, "", ""),
+			a.AddrPort().Compare(b.AddrPort()))
 	})
 }
 
@@ -462,18 +477,16 @@ func (s *Sampler) Detailed(order string, interval time.Duration, expanded map[st
 	return sample
 }
 
-// addHealth gives each port the endpoints that are ejected from its Service, each once.
-func (s *Sample) addHealth(list []dataplane.EndpointHealth) {
-	ejected := map[snapshot.Name][]dataplane.EndpointHealth{}
+// ejectedOf returns the endpoints that are ejected from each Service, each once.
+func ejectedOf(list []dataplane.EndpointHealth) map[snapshot.Name][]EjectedSample {
+	ejected := map[snapshot.Name][]EjectedSample{}
 	for _, e := range list {
-		same := func(o dataplane.EndpointHealth) bool { return o.Endpoint == e.Endpoint }
+		same := func(o EjectedSample) bool { return o.AddrPort() == e.Endpoint }
 		if of := ejected[e.Port.Service]; e.Ejected && !slices.ContainsFunc(of, same) {
-			ejected[e.Port.Service] = append(of, e)
+			ejected[e.Port.Service] = append(of, EjectedSample{socketOf(e.Endpoint), e.Cause.String(), e.Since})
 		}
 	}
-	for i := range s.Ports {
-		s.Ports[i].Ejected = ejected[s.Ports[i].Port.Service]
-	}
+	return ejected
 }
 
 // Notice explains what is missing because it is not counted; empty if everything is.

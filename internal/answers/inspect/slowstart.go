@@ -5,29 +5,15 @@ import (
 	"encoding/json"
 	"fmt"
 	"io"
-	"net/netip"
 	"slices"
 	"strings"
-	"time"
 
+	"github.com/verdict-proxy/verdict/internal/proxy/status"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
-// slowStartsJSON is the proxy's report.
-type slowStartsJSON struct {
-	Services []struct {
-		Service   string `json:"service"`
-		Endpoints []struct {
-			Endpoint netip.AddrPort `json:"endpoint"`
-			Tenths   uint8          `json:"tenths"`
-			Full     time.Time      `json:"full"`
-		} `json:"endpoints"`
-	} `json:"services"`
-	Truncated bool `json:"truncated"`
-}
-
 func decodeSlowStarts(r io.Reader) (map[snapshot.Name]*snapshot.Starting, error) {
-	var report slowStartsJSON
+	var report status.SlowStarts
 	if err := json.NewDecoder(r).Decode(&report); err != nil {
 		return nil, fmt.Errorf("the report cannot be read: %w", err)
 	}
@@ -37,15 +23,13 @@ func decodeSlowStarts(r io.Reader) (map[snapshot.Name]*snapshot.Starting, error)
 		if !ok {
 			return nil, fmt.Errorf("%.100q is no namespace/name", s.Service)
 		}
-		st := &snapshot.Starting{}
 		for _, e := range s.Endpoints {
 			if e.Tenths < 1 || e.Tenths >= snapshot.FullTenths {
 				return nil, fmt.Errorf("%d is no number of tenths", e.Tenths)
 			}
-			st.Endpoints = append(st.Endpoints, snapshot.StartingEndpoint{Endpoint: e.Endpoint, Tenths: e.Tenths, Full: e.Full})
 		}
-		slices.SortFunc(st.Endpoints, func(a, b snapshot.StartingEndpoint) int { return a.Endpoint.Compare(b.Endpoint) })
-		out[snapshot.Name{Namespace: namespace, Name: name}] = st
+		slices.SortFunc(s.Endpoints, func(a, b snapshot.StartingEndpoint) int { return a.Endpoint.Compare(b.Endpoint) })
+		out[snapshot.Name{Namespace: namespace, Name: name}] = &snapshot.Starting{Endpoints: s.Endpoints}
 	}
 	return out, nil
 }

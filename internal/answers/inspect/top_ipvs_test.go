@@ -21,10 +21,12 @@ func TestTopIPVS(t *testing.T) {
 	f.services(4)
 	key := dataplane.Key{Addr: netip.MustParseAddr("10.0.0.2"), Protocol: snapshot.TCP, Port: 80}
 	f.statistics = []dataplane.SchedulerCount{
-		{Frontend: key, Connections: 30, BytesIn: 4000, ByteRateIn: 1500, ByteRateOut: 2_340_000},
+		{Frontend: key, SchedulerStatistics: dataplane.SchedulerStatistics{
+			Connections: 30, BytesIn: 4000, ByteRateIn: 1500, ByteRateOut: 2_340_000}},
 		{Frontend: key, Endpoint: netip.MustParseAddrPort("10.128.0.4:8080"), Weight: 3, Active: 1200, Inactive: 2,
-			Connections: 10},
-		{Frontend: key, Endpoint: netip.MustParseAddrPort("10.128.0.5:8080"), Active: 5, Connections: 20, ByteRateOut: 999},
+			SchedulerStatistics: dataplane.SchedulerStatistics{Connections: 10}},
+		{Frontend: key, Endpoint: netip.MustParseAddrPort("10.128.0.5:8080"), Active: 5,
+			SchedulerStatistics: dataplane.SchedulerStatistics{Connections: 20, ByteRateOut: 999}},
 	}
 	all := []string{"team/web-2:http", "team/web-3:http"}
 	labtest.Check(t, s.Sample(t.Context(), nil, all, time.Second, true))

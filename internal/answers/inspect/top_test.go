@@ -187,7 +187,7 @@ func TestTopRates(t *testing.T) {
 	for _, p := range out.Ports {
 		line := fmt.Sprintf("%s %.1f %d %d:", p.Name, p.Rate, p.Total, p.Choices)
 		for _, e := range p.Endpoints {
-			line += fmt.Sprintf(" %s %.1f %d", e.Addr(), e.Rate, e.Total)
+			line += fmt.Sprintf(" %s %.1f %d", e.Address, e.Rate, e.Total)
 		}
 		got = append(got, line)
 	}
@@ -277,14 +277,14 @@ func TestTopView(t *testing.T) {
 	if got := screen(); !strings.Contains(got, "reading") || strings.Count(got, "\n") != v.Height {
 		t.Errorf("before the first sample:\n%s", got)
 	}
-	sample := &Sample{Interval: 2 * time.Second, Rate: 1500.5}
+	sample := &Sample{Interval: 2, Rate: 1500.5}
 	for i := range 30 {
 		sample.Ports = append(sample.Ports, PortSample{Name: fmt.Sprintf("team/web-%02d:http", i),
 			Rate:  math.Max(0, 1234-float64(i*300)),
 			Total: uint64(40000 - i), Choices: i % 3})
 	}
-	sample.Ports[1].Endpoints = []EndpointSample{{AddrPort: netip.MustParseAddrPort("10.244.1.1:8080"), Rate: 700,
-		Total: 1000}, {AddrPort: netip.MustParseAddrPort("10.244.1.2:8080"), Rate: 234, Total: 900}}
+	sample.Ports[1].Endpoints = []EndpointSample{{socket: socketOf(netip.MustParseAddrPort("10.244.1.1:8080")), Rate: 700,
+		Total: 1000}, {socket: socketOf(netip.MustParseAddrPort("10.244.1.2:8080")), Rate: 234, Total: 900}}
 	v.Show(sample, nil)
 	v.Key("j")
 	v.Key("enter")
@@ -412,8 +412,8 @@ func TestTopNames(t *testing.T) {
 	}
 	labtest.Check(t, s.Sample(t.Context(), nil, nil, time.Second, true))
 	var got []string
-	for i, p := range s.Result(ByName, time.Second).JSON(math.MaxInt).Ports {
-		got = append(got, fmt.Sprintf("%s|%s|%s", s.Result(ByName, time.Second).Ports[i].Name, p.Service, p.Port))
+	for _, p := range s.Result(ByName, time.Second).Ports {
+		got = append(got, p.Name+"|"+p.Service+"|"+p.Port)
 	}
 	want := []string{"10.0.0.1:80/tcp|10.0.0.1:80/tcp|", "203.0.113.1:80/tcp|203.0.113.1:80/tcp|",
 		"default/tcp-echo:http|default/tcp-echo|http"}

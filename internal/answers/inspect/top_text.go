@@ -26,7 +26,7 @@ func (s *Sample) Print(p *terminal.Printer, shown int) {
 		p.Line("%s", p.Paint(terminal.Red, n))
 	}
 	p.Line("%s", p.Paint(terminal.Dim, fmt.Sprintf("%s connections/s to %s, over %gs",
-		rateText(s.Rate), terminal.Plural(len(s.Ports), "service port"), s.Interval.Seconds())))
+		rateText(s.Rate), terminal.Plural(len(s.Ports), "service port"), s.Interval)))
 }
 
 // schedulerText is what stands behind the name of what IPVS schedules.

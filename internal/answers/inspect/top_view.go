@@ -348,7 +348,7 @@ func topName(mark string, p *PortSample) string {
 // ejectedLines returns a line for each ejected endpoint of a port's Service.
 func ejectedLines(p *PortSample, width int) (lines []string) {
 	for _, o := range p.Ejected {
-		text := "    " + o.Endpoint.String() + "  " + unhealthyText(&o.Unhealthy) + ", ejected"
+		text := "    " + o.AddrPort().String() + "  " + sinceText(o.Cause, o.Since) + ", ejected"
 		lines = append(lines, topLine(width, "", "", "", text))
 	}
 	return lines
@@ -356,7 +356,7 @@ func ejectedLines(p *PortSample, width int) (lines []string) {
 
 // endpointText is the address, followed by IPVS's weight and counts.
 func endpointText(e *EndpointSample) string {
-	text := "    " + e.AddrPort.String()
+	text := "    " + e.AddrPort().String()
 	switch {
 	case e.Scheduler == nil:
 		return text

@@ -71,7 +71,7 @@ func (m *maker) chances(s *Service, before, after *dataplane.Service) {
 			}
 		}
 		for _, p := range order {
-			c := Chances{Port: portLabel(a), Family: family(a).String(), To: audienceTexts(meets[p])}
+			c := Chances{Port: portLabel(a), Family: a.Family().String(), To: audienceTexts(meets[p])}
 			if c.compare(p); len(c.Endpoints) > 0 {
 				m.out.Effects.Chances += len(c.Endpoints) + c.MoreEndpoints
 				s.Chances = append(s.Chances, c)

@@ -5,6 +5,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"maps"
 	"net/netip"
 	"slices"
 	"strings"
@@ -168,11 +169,7 @@ func (g *flowGroups) take(group *FlowGroup) bool {
 
 func (g *FlowGroup) finish() {
 	g.Clients = len(g.clients)
-	list := make([]netip.AddrPort, 0, len(g.endpoints))
-	for e := range g.endpoints {
-		list = append(list, e)
-	}
-	slices.SortFunc(list, netip.AddrPort.Compare)
+	list := slices.SortedFunc(maps.Keys(g.endpoints), netip.AddrPort.Compare)
 	for _, e := range list[:min(len(list), maxNamed)] {
 		g.Endpoints = append(g.Endpoints, e.String())
 	}

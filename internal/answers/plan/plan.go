@@ -242,13 +242,8 @@ func (m *maker) frontends() {
 	index := func(services []*dataplane.Service) map[dataplane.Key]owner {
 		out := map[dataplane.Key]owner{}
 		for _, svc := range services {
-			if svc == nil {
-				continue
-			}
-			for _, sp := range svc.Ports {
-				for i := range sp.Frontends {
-					out[sp.Frontends[i].Key] = owner{svc.Name, sp, &sp.Frontends[i]}
-				}
+			for sp, f := range svc.EachFrontend() {
+				out[f.Key] = owner{svc.Name, sp, f}
 			}
 		}
 		return out

@@ -144,8 +144,6 @@ func portLabel(sp *dataplane.ServicePort) string {
 	return fmt.Sprintf("%d/%s", sp.Frontends[0].Key.Port, sp.Name.Protocol)
 }
 
-func family(sp *dataplane.ServicePort) ipfamily.Family { return ipfamily.Of(sp.Frontends[0].Key.Addr) }
-
 // portPairs pairs the ports of a Service before and after a change, by name and family. One of a pair may be nil.
 func portPairs(before, after *dataplane.Service) (pairs [][2]*dataplane.ServicePort) {
 	type id struct {
@@ -154,14 +152,11 @@ func portPairs(before, after *dataplane.Service) (pairs [][2]*dataplane.ServiceP
 	}
 	at := map[id]int{}
 	for i, svc := range []*dataplane.Service{before, after} {
-		if svc == nil {
-			continue
-		}
-		for _, sp := range svc.Ports {
-			n, there := at[id{sp.Name, family(sp)}]
+		for sp := range svc.EachPort() {
+			n, there := at[id{sp.Name, sp.Family()}]
 			if !there {
 				n = len(pairs)
-				at[id{sp.Name, family(sp)}] = n
+				at[id{sp.Name, sp.Family()}] = n
 				pairs = append(pairs, [2]*dataplane.ServicePort{})
 			}
 			pairs[n][i] = sp
@@ -179,7 +174,7 @@ func (m *maker) addresses(s *Service, before, after *dataplane.Service) {
 		}
 		s.Addresses = append(s.Addresses, a)
 	}
-	each(before, func(sp *dataplane.ServicePort, f *dataplane.Frontend) {
+	for sp, f := range before.EachFrontend() {
 		now, there := m.taken[f.Key]
 		switch {
 		case !there:
@@ -189,8 +184,8 @@ func (m *maker) addresses(s *Service, before, after *dataplane.Service) {
 			add(Address{Key: f.Key.String(), Port: portLabel(sp), Kind: f.Kind.String(), Before: answers(sp, f),
 				Other: now.name.String()})
 		}
-	})
-	each(after, func(sp *dataplane.ServicePort, f *dataplane.Frontend) {
+	}
+	for sp, f := range after.EachFrontend() {
 		was, there := m.held[f.Key]
 		a := Address{Key: f.Key.String(), Port: portLabel(sp), Kind: f.Kind.String()}
 		switch {
@@ -204,17 +199,6 @@ func (m *maker) addresses(s *Service, before, after *dataplane.Service) {
 			add(a)
 		default:
 			m.otherwise(a, was, sp, f, add)
-		}
-	})
-}
-
-func each(svc *dataplane.Service, do func(*dataplane.ServicePort, *dataplane.Frontend)) {
-	if svc == nil {
-		return
-	}
-	for _, sp := range svc.Ports {
-		for i := range sp.Frontends {
-			do(sp, &sp.Frontends[i])
 		}
 	}
 }
@@ -322,11 +306,11 @@ func (m *maker) sources(s *Service, before, after *dataplane.Service) {
 
 // rangesOf returns a Service's source ranges of a family. It has none if it has no load balancer address.
 func rangesOf(svc *dataplane.Service, f ipfamily.Family) (ranges []netip.Prefix, has bool) {
-	each(svc, func(_ *dataplane.ServicePort, fe *dataplane.Frontend) {
+	for _, fe := range svc.EachFrontend() {
 		if fe.Kind == dataplane.LoadBalancerIP && f.Has(fe.Key.Addr) {
 			ranges, has = fe.Sources, true
 		}
-	})
+	}
 	return ranges, has
 }
 

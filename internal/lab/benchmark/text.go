@@ -130,18 +130,10 @@ func (r *ChurnResult) WriteText(w io.Writer, style Style) error {
 	p := page{style: style}
 	p.title("Churn: %v changes a second in a kernel with %s Services with %s endpoints each",
 		r.Rate, units.Thousands(r.Services), units.Thousands(r.Endpoints))
-	p.line(
-		"  put         %s changes in %s, at most %s late",
-		units.Thousands(r.Changes),
-		inSeconds(r.Seconds),
-		inMilliseconds(r.Late),
-	)
-	p.line(
-		"  to the acknowledgement: p50 %s, p99 %s, slowest %s",
-		inMilliseconds(r.P50),
-		inMilliseconds(r.P99),
-		inMilliseconds(r.Max),
-	)
+	p.line("  put         %s changes in %s, at most %s late", units.Thousands(r.Changes), inSeconds(r.Seconds),
+		inMilliseconds(r.Late))
+	p.line("  to the acknowledgement: p50 %s, p99 %s, slowest %s", inMilliseconds(r.P50), inMilliseconds(r.P99),
+		inMilliseconds(r.Max))
 	p.line("  behind      %s when the time was up, at most %s", units.Thousands(r.Behind), units.Thousands(r.Backlog))
 	p.line("  cores       %.2f", r.Cores)
 	p.line("  written     %s elements, %s in %s transactions of %s messages", units.Thousands(r.TxnElements),
@@ -162,14 +154,8 @@ func (r *RestartResult) WriteText(w io.Writer, style Style) error {
 		name string
 		RestartKind
 	}{{"adopted", r.Adopted}, {"corrected", r.Corrected}} {
-		p.row(
-			c,
-			row.name,
-			inSeconds(row.Seconds),
-			inSeconds(row.Slowest),
-			units.Thousands(row.Messages),
-			units.Thousands(row.Elements),
-		)
+		p.row(c, row.name, inSeconds(row.Seconds), inSeconds(row.Slowest), units.Thousands(row.Messages),
+			units.Thousands(row.Elements))
 	}
 	p.line("")
 	p.fill(&r.Fill)

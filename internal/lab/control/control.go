@@ -120,13 +120,10 @@ func (p *Plane) writeFiles() error {
 	if err := p.ca.Serve(p.config.Dir, "server", addrs, []string{"kubernetes", "kubernetes.default.svc"}); err != nil {
 		return err
 	}
-	return errors.Join(
-		WriteKey(p.file("accounts.key")),
-		os.WriteFile(p.file("ca.crt"), p.ca.PEM, 0o600),
+	return errors.Join(WriteKey(p.file("accounts.key")), os.WriteFile(p.file("ca.crt"), p.ca.PEM, 0o600),
 		os.WriteFile(p.file("tokens.csv"), []byte(tokens), 0o600),
 		os.WriteFile(p.file("admin.kubeconfig"), []byte(Kubeconfig(p.url, p.ca.PEM, adminToken)), 0o600),
-		os.WriteFile(p.Kubeconfig(), []byte(Kubeconfig(p.url, p.ca.PEM, proxyToken)), 0o600),
-	)
+		os.WriteFile(p.Kubeconfig(), []byte(Kubeconfig(p.url, p.ca.PEM, proxyToken)), 0o600))
 }
 
 // Kubeconfig is the file for a proxy.

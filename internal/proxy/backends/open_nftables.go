@@ -6,6 +6,7 @@ import (
 	"log/slog"
 	"net/netip"
 	"os"
+	"slices"
 	"sync"
 	"time"
 
@@ -205,15 +206,7 @@ func HasTables() bool {
 	}
 	defer r.Close()
 	revisions, err := r.Revisions()
-	if err != nil {
-		return false
-	}
-	for _, revision := range revisions {
-		if revision.Number != 0 {
-			return true
-		}
-	}
-	return false
+	return err == nil && slices.ContainsFunc(revisions[:], func(r nft.Revision) bool { return r.Number != 0 })
 }
 
 // removeNFTables deletes our tables and what IPVS has of ours. Where the kernel has no nf_tables there are none.
@@ -311,10 +304,10 @@ func affinityShares(b *kernel.Backend) (out []metrics.AffinityShare) {
 // scheduled reads what IPVS counts, for the metrics.
 type scheduled struct{ *ipvsplugin.Backend }
 
-func (s scheduled) Services(do func(dataplane.Key, metrics.IPVSCounts)) error {
+func (s scheduled) Services(do func(dataplane.Key, dataplane.SchedulerStatistics)) error {
 	all, err := s.Statistics()
 	for i := range all {
-		do(all[i].Key, ipvsCounts(&all[i].Statistics))
+		do(all[i].Key, all[i].Statistics)
 	}
 	return err
 }
@@ -322,12 +315,7 @@ func (s scheduled) Services(do func(dataplane.Key, metrics.IPVSCounts)) error {
 func (s scheduled) Endpoints(of dataplane.Key, do func(netip.AddrPort, metrics.IPVSEndpoint)) error {
 	all, err := s.DestinationStatistics(of)
 	for i := range all {
-		do(all[i].AddrPort, metrics.IPVSEndpoint{IPVSCounts: ipvsCounts(&all[i].Statistics), Active: all[i].Active})
+		do(all[i].AddrPort, metrics.IPVSEndpoint{SchedulerStatistics: all[i].Statistics, Active: all[i].Active})
 	}
 	return err
-}
-
-func ipvsCounts(s *ipvsplugin.Statistics) metrics.IPVSCounts {
-	return metrics.IPVSCounts{Connections: s.Connections, Packets: [2]uint64{s.PacketsIn, s.PacketsOut},
-		Bytes: [2]uint64{s.BytesIn, s.BytesOut}}
 }

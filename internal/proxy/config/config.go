@@ -206,10 +206,8 @@ func (d *Document) periods() syncPeriods {
 
 func (r *loader) checkPeriods() {
 	if p := r.doc.periods(); p.minSync.Duration > p.sync.Duration && p.sync.Duration > 0 {
-		r.addError(
-			p.name+".minSyncPeriod",
-			fmt.Sprintf("%s is more than the syncPeriod, %s", p.minSync.Duration, p.sync.Duration),
-		)
+		r.addError(p.name+".minSyncPeriod",
+			fmt.Sprintf("%s is more than the syncPeriod, %s", p.minSync.Duration, p.sync.Duration))
 	}
 }
 

@@ -36,10 +36,8 @@ type decoder struct {
 const maxUnknown = 20
 
 func (d *decoder) reportHere(s Severity, p path, text string) {
-	d.problems = append(
-		d.problems,
-		&Problem{Severity: s, File: d.file, Line: d.at.line(trimKind(p)), Field: p.String(), Text: text},
-	)
+	d.problems = append(d.problems,
+		&Problem{Severity: s, File: d.file, Line: d.at.line(trimKind(p)), Field: p.String(), Text: text})
 }
 
 // trimKind returns the path within its own document.

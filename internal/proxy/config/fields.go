@@ -49,105 +49,54 @@ const (
 
 // fields lists all fields, in kube-proxy's order. Tests keep it, the types and docs/CONFIGURATION.md consistent.
 var fields = []field{
-	{
-		"featureGates",
-		Live,
-		"`AllowServiceExternalIPs=false` leaves `spec.externalIPs` out; `KubeProxyIPVS=false` rejects " +
-			"mode `ipvs`. The log names the others in one line: they have no effect, see " +
-			"[KUBE-PROXY.md](KUBE-PROXY.md#feature-gates)",
-		nil,
-	},
-	{
-		"clientConnection.kubeconfig",
-		Restart,
-		"as kube-proxy; empty, without `--master`, means the cluster this runs in",
-		nil,
-	},
+	{"featureGates", Live, "`AllowServiceExternalIPs=false` leaves `spec.externalIPs` out; `KubeProxyIPVS=false` " +
+		"rejects mode `ipvs`. The log names the others in one line: they have no effect, see " +
+		"[KUBE-PROXY.md](KUBE-PROXY.md#feature-gates)", nil},
+	{"clientConnection.kubeconfig", Restart, "as kube-proxy; empty, without `--master`, means the cluster this runs in",
+		nil},
 	{"clientConnection.acceptContentTypes", Restart, "as kube-proxy; empty means protobuf, else JSON", checkContentTypes},
 	{"clientConnection.contentType", Restart, "protobuf or JSON", oneOf(contentProtobuf, contentJSON)},
 	{"clientConnection.qps", Restart, "as kube-proxy", nil},
 	{"clientConnection.burst", Restart, "as kube-proxy", atLeast(0)},
 	{"logging.format", Restart, "`text` or `json`, written by log/slog", oneOf("text", "json")},
 	{"logging.flushFrequency", Never, noBuffer, positive},
-	{
-		"logging.verbosity",
-		Live,
-		"0 and 1: what operators should know; from 2 on also a line for each transaction",
-		atMost(math.MaxInt32),
-	},
+	{"logging.verbosity", Live, "0 and 1: what operators should know; from 2 on also a line for each transaction",
+		atMost(math.MaxInt32)},
 	{"logging.vmodule", Never, "all files have the same verbosity", nil},
 	{"logging.options.text.splitStream", Never, noBuffer, nil},
 	{"logging.options.text.infoBufferSize", Never, noBuffer, nil},
 	{"logging.options.json.splitStream", Never, noBuffer, nil},
 	{"logging.options.json.infoBufferSize", Never, noBuffer, nil},
-	{
-		"hostnameOverride",
-		Restart,
-		"as kube-proxy: in lower case, without spaces around it; empty means the host's name",
-		notBlank,
-	},
-	{
-		"bindAddress",
-		Live,
-		"as kube-proxy: replaces the Node's address of the same family; no socket is bound to it",
-		checkAddr,
-	},
+	{"hostnameOverride", Restart, "as kube-proxy: in lower case, without spaces around it; empty means the host's name",
+		notBlank},
+	{"bindAddress", Live, "as kube-proxy: replaces the Node's address of the same family; no socket is bound to it",
+		checkAddr},
 	{"healthzBindAddress", Restart, "as kube-proxy", checkAddrPort},
 	{"metricsBindAddress", Restart, "as kube-proxy", checkAddrPort},
 	{"bindAddressHardFail", Restart, "as kube-proxy", nil},
 	{"enableProfiling", Restart, "as kube-proxy", nil},
 	{"showHiddenMetricsForVersion", Never, "no metric is hidden", checkVersion},
-	{
-		"mode",
-		Live,
-		"selects the section below, as in kube-proxy, where empty means `iptables`. With `ipvs`, IPVS chooses the " +
-			"endpoints (see `ipvs` below). `backend` below selects the backend",
-		oneOf("", modeIPTables, modeIPVS, modeNFTables),
-	},
-	{
-		"iptables.masqueradeBit",
-		Restart,
-		"as kube-proxy, for iptables rules (`backend` and `iptablesCompat` below), unless the mode is `nftables`; " +
-			"nftables needs no mark",
-		within(0, 31),
-	},
+	{"mode", Live, "selects the section below, as in kube-proxy, where empty means `iptables`. With `ipvs`, IPVS " +
+		"chooses the endpoints (see `ipvs` below). `backend` below selects the backend",
+		oneOf("", modeIPTables, modeIPVS, modeNFTables)},
+	{"iptables.masqueradeBit", Restart, "as kube-proxy, for iptables rules (`backend` and `iptablesCompat` below), " +
+		"unless the mode is `nftables`; nftables needs no mark", within(0, 31)},
 	{"iptables.masqueradeAll", Live, "as kube-proxy, unless the mode is `nftables`", nil},
-	{
-		"iptables.localhostNodePorts",
-		Live,
-		"in every mode, see [decisions/0001-localhost-nodeports.md](decisions/0001-localhost-nodeports.md)",
-		nil,
-	},
-	{
-		"iptables.syncPeriod",
-		Live,
-		"the proxy is unhealthy if changes are pending for twice this long; in modes `iptables` and empty",
-		positive,
-	},
-	{
-		"iptables.minSyncPeriod",
-		Live,
-		"the minimum time between two transactions, in modes `iptables` and empty. 0 (in kube-proxy 1s): four times " +
-			"as long as the last one took, up to 50 ms, or with `backend: iptables` eight times, up to 1 s " +
-			"([IPTABLES.md](IPTABLES.md#pace))",
-		notNegative,
-	},
+	{"iptables.localhostNodePorts", Live, "in every mode, see " +
+		"[decisions/0001-localhost-nodeports.md](decisions/0001-localhost-nodeports.md)", nil},
+	{"iptables.syncPeriod", Live, "the proxy is unhealthy if changes are pending for twice this long; in modes " +
+		"`iptables` and empty", positive},
+	{"iptables.minSyncPeriod", Live, "the minimum time between two transactions, in modes `iptables` and empty. 0 (in " +
+		"kube-proxy 1s): four times as long as the last one took, up to 50 ms, or with `backend: iptables` eight times, " +
+		"up to 1 s ([IPTABLES.md](IPTABLES.md#pace))", notNegative},
 	{"ipvs.syncPeriod", Live, "as `iptables.syncPeriod`, in mode `ipvs`", positive},
 	{"ipvs.minSyncPeriod", Live, "as `iptables.minSyncPeriod`, in mode `ipvs`", notNegative},
-	{
-		"ipvs.scheduler",
-		Live,
-		"as kube-proxy: the default scheduler of Services that IPVS schedules; empty means `rr`",
-		checkScheduler,
-	},
+	{"ipvs.scheduler", Live, "as kube-proxy: the default scheduler of Services that IPVS schedules; empty means `rr`",
+		checkScheduler},
 	{"ipvs.excludeCIDRs", Never, "Verdict changes only its own virtual services", checkPrefix},
 	{"ipvs.strictARP", Never, "the node never answers ARP for addresses of Services", nil},
-	{
-		"ipvs.tcpTimeout",
-		Restart,
-		"as kube-proxy, while IPVS schedules Services; `verdict cleanup` restores the previous value",
-		notNegative,
-	},
+	{"ipvs.tcpTimeout", Restart, "as kube-proxy, while IPVS schedules Services; `verdict cleanup` restores the " +
+		"previous value", notNegative},
 	{"ipvs.tcpFinTimeout", Restart, "as `ipvs.tcpTimeout`", notNegative},
 	{"ipvs.udpTimeout", Restart, "as `ipvs.tcpTimeout`", notNegative},
 	{"nftables.masqueradeBit", Restart, "as `iptables.masqueradeBit`, in mode `nftables`", within(0, 31)},
@@ -159,19 +108,14 @@ var fields = []field{
 	{"winkernel.enableDSR", Never, noWindows, nil},
 	{"winkernel.rootHnsEndpointName", Never, noWindows, nil},
 	{"winkernel.forwardHealthCheckVip", Never, noWindows, nil},
-	{
-		"detectLocalMode",
-		Live,
-		"as kube-proxy",
-		oneOf(modeClusterCIDR, modeNodeCIDR, modeBridgeInterface, modeInterfacePrefix),
-	},
+	{"detectLocalMode", Live, "as kube-proxy",
+		oneOf(modeClusterCIDR, modeNodeCIDR, modeBridgeInterface, modeInterfacePrefix)},
 	{"detectLocal.bridgeInterface", Live, "as kube-proxy, in mode `BridgeInterface`", nil},
 	{"detectLocal.interfaceNamePrefix", Live, "as kube-proxy, in mode `InterfaceNamePrefix`", nil},
 	{"clusterCIDR", Live, "as kube-proxy, in mode `ClusterCIDR`: one range, or one of each family", nil},
 	{"nodePortAddresses", Live, "ranges and the keywords `primary`, `localhost` and `all`, in any combination; see " +
 		"[decisions/0004-node-ports.md](decisions/0004-node-ports.md). An empty list means `all`, as in kube-proxy; in " +
-		"mode " +
-		"`nftables` it means `primary` and `localhost` (in kube-proxy `primary` alone)", nil},
+		"mode `nftables` it means `primary` and `localhost` (in kube-proxy `primary` alone)", nil},
 	{"oomScoreAdj", Live, "as kube-proxy", within(-1000, 1000)},
 	{"conntrack.maxPerCore", Live, "as kube-proxy, but a higher existing limit is kept", atLeast(0)},
 	{"conntrack.min", Live, "as kube-proxy", atLeast(0)},
@@ -180,172 +124,59 @@ var fields = []field{
 	{"conntrack.tcpBeLiberal", Live, "as kube-proxy; Verdict never resets it", nil},
 	{"conntrack.udpTimeout", Live, "as kube-proxy", checkSeconds},
 	{"conntrack.udpStreamTimeout", Live, "as kube-proxy", checkSeconds},
-	{
-		"configSyncPeriod",
-		Never,
-		"Verdict needs no resync: it handles each change once",
-		positive,
-	},
+	{"configSyncPeriod", Never, "Verdict needs no resync: it handles each change once", positive},
 	{"portRange", Never, "it has no effect in kube-proxy either", nil},
 	{"windowsRunAsService", Never, noWindows, nil},
-
-	{
-		verdictKind + ".manifests",
-		Restart,
-		"watch objects in this file or directory instead of the Kubernetes API",
-		nil,
-	},
-	{
-		verdictKind + ".backend",
-		Restart,
-		"what writes the rules: `nftables`, `iptables`, or `auto`: nftables if the kernel supports it, otherwise " +
-			"iptables. See [IPTABLES.md](IPTABLES.md)",
-		knownBackend,
-	},
-	{
-		verdictKind + ".iptablesDispatch",
-		Restart,
-		"how iptables rules find a Service: by a `tree` of chains (a list if there are few Services), or by a `list` " +
-			"like kube-proxy's; see [IPTABLES.md](IPTABLES.md)",
-		oneOf("tree", "list"),
-	},
-	{
-		verdictKind + ".iptablesCompat",
-		Restart,
-		"with nftables, keep the chains KUBE-MARK-MASQ and KUBE-POSTROUTING in iptables' nat tables for other " +
-			"programs that jump there; see [IPTABLES.md](IPTABLES.md)",
-		nil,
-	},
-	{
-		verdictKind + ".keeper",
-		Restart,
-		"what holds the netlink socket during a restart: `auto`, `process`, `systemd` or `none`; see " +
-			"[decisions/0008-keeper.md](decisions/0008-keeper.md)",
-		oneOf("auto", "process", "systemd", "none"),
-	},
-	{
-		verdictKind + ".ownTables",
-		Restart,
-		"prevent other processes from changing the tables, if the kernel supports it (Linux 6.9)",
-		nil,
-	},
-	{
-		verdictKind + ".nodeCondition",
-		Restart,
-		"set the condition `ServicesProgrammed` in the status of this Node, which needs a right; see " +
-			"[CLUSTER.md](CLUSTER.md#in-the-node-object)",
-		nil,
-	},
-	{
-		verdictKind + ".startupTaint",
-		Restart,
-		"the key of a taint to remove from this Node once all Services are programmed, which needs a right; see " +
-			"[CLUSTER.md](CLUSTER.md#in-the-node-object)",
-		checkTaintKey,
-	},
-	{
-		verdictKind + ".takeover",
-		Restart,
-		"`auto` removes kube-proxy's rules from this node once all Services are programmed; `never` keeps them; see " +
-			"[INSTALL.md](INSTALL.md)",
-		oneOf("auto", "never"),
-	},
-	{
-		verdictKind + ".ipvs",
-		Live,
-		"which Services IPVS schedules, see [IPVS.md](IPVS.md): `auto` those that ask for it, `always` all that do " +
-			"not ask for nftables, `never` none. In mode `ipvs` the default is `always`",
-		oneOf("auto", "always", "never"),
-	},
-	{
-		verdictKind + ".ipvsServices",
-		Live,
-		"with `auto`: the number of Services at which IPVS schedules all of them, until the next start; 0: never",
-		atLeast(0),
-	},
-	{
-		verdictKind + ".ipvsAddresses",
-		Live,
-		"ranges of load balancer addresses that only Services have: IPVS may schedule there, and the node then " +
-			"accepts such an address as its own. At all others, and at external IPs, nftables chooses the endpoint; see " +
-			"[IPVS.md](IPVS.md#which-addresses)",
-		checkNarrowPrefix,
-	},
-	{
-		verdictKind + ".behavior",
-		Live,
-		"`kube-proxy` disables all default differences from kube-proxy in what packets meet that no other field of " +
-			"this configuration sets; see [below](#as-kube-proxy). `verdict` disables none",
-		oneOf(behaviorVerdict, behaviorKubeProxy),
-	},
-	{
-		verdictKind + ".secondChance",
-		Live,
-		"what happens to TCP endpoints that do not answer this node, or refuse connections: `on` ejects them until " +
-			"they answer again, `observe` only reports them, `off` disables it on this node; see " +
-			"[below](#endpoints-that-do-not-answer-or-refuse)",
-		oneOf("off", "observe", "on"),
-	},
-	{
-		verdictKind + ".pingServices",
-		Live,
-		"let cluster IPs and load balancer addresses answer pings while a Service has an endpoint there; see " +
-			"[below](#ping-unused-ports-and-nodes-without-endpoints)",
-		nil,
-	},
-	{
-		verdictKind + ".rejectUnusedPorts",
-		Live,
-		"reject packets from outside to unused ports of load balancer addresses, see " +
-			"[below](#ping-unused-ports-and-nodes-without-endpoints)",
-		nil,
-	},
-	{
-		verdictKind + ".metricsConnections",
-		Restart,
-		"granularity of the connection metrics: `off`, `service` or `endpoint`; see [METRICS.md](METRICS.md)",
-		oneOf("off", "service", "endpoint"),
-	},
-	{
-		verdictKind + ".metricsMaxSeries",
-		Restart,
-		"maximum number of Service ports, and of endpoints, with their own series in the metrics",
-		atLeast(1),
-	},
-	{
-		verdictKind + ".counterMemoryMiB",
-		Restart,
-		"memory limit of the kernel's counters: 16 bytes for each possible processor and frontend, and, if there is " +
-			"room, endpoint; 0 disables counting. The annotation `verdict/counters` overrides it for a Service " +
-			"([METRICS.md](METRICS.md))",
-		atLeast(0),
-	},
-	{
-		verdictKind + ".everywhere",
-		Restart,
-		"the Lease of the collector, as `kube-system/verdict-collector`: enables `/everywhere`, see " +
-			"[CLUSTER.md](CLUSTER.md#wait-until-every-node-has-programmed-a-change); empty disables it",
-		checkLease,
-	},
-	{
-		verdictKind + ".everywhereToken",
-		Restart,
-		"the file with the token that identifies this node to the collector",
-		nil,
-	},
-	{
-		verdictKind + ".ledger",
-		Restart,
-		"a directory for a ledger of what was written to the kernel, such as `/var/lib/verdict/ledger`, see " +
-			"[LEDGER.md](LEDGER.md); empty disables it",
-		checkDirectory,
-	},
-	{
-		verdictKind + ".ledgerMaxMiB",
-		Restart,
-		"maximum size of the files there; the oldest records are deleted",
-		within(1, 1<<20),
-	},
+	{verdictKind + ".manifests", Restart, "watch objects in this file or directory instead of the Kubernetes API", nil},
+	{verdictKind + ".backend", Restart, "what writes the rules: `nftables`, `iptables`, or `auto`: nftables if the " +
+		"kernel supports it, otherwise iptables. See [IPTABLES.md](IPTABLES.md)", knownBackend},
+	{verdictKind + ".iptablesDispatch", Restart, "how iptables rules find a Service: by a `tree` of chains (a list if " +
+		"there are few Services), or by a `list` like kube-proxy's; see [IPTABLES.md](IPTABLES.md)", oneOf("tree", "list")},
+	{verdictKind + ".iptablesCompat", Restart, "with nftables, keep the chains KUBE-MARK-MASQ and KUBE-POSTROUTING in " +
+		"iptables' nat tables for other programs that jump there; see [IPTABLES.md](IPTABLES.md)", nil},
+	{verdictKind + ".keeper", Restart, "what holds the netlink socket during a restart: `auto`, `process`, `systemd` or " +
+		"`none`; see [decisions/0008-keeper.md](decisions/0008-keeper.md)", oneOf("auto", "process", "systemd", "none")},
+	{verdictKind + ".ownTables", Restart, "prevent other processes from changing the tables, if the kernel supports it " +
+		"(Linux 6.9)", nil},
+	{verdictKind + ".nodeCondition", Restart, "set the condition `ServicesProgrammed` in the status of this Node, " +
+		"which needs a right; see [CLUSTER.md](CLUSTER.md#in-the-node-object)", nil},
+	{verdictKind + ".startupTaint", Restart, "the key of a taint to remove from this Node once all Services are " +
+		"programmed, which needs a right; see [CLUSTER.md](CLUSTER.md#in-the-node-object)", checkTaintKey},
+	{verdictKind + ".takeover", Restart, "`auto` removes kube-proxy's rules from this node once all Services are " +
+		"programmed; `never` keeps them; see [INSTALL.md](INSTALL.md)", oneOf("auto", "never")},
+	{verdictKind + ".ipvs", Live, "which Services IPVS schedules, see [IPVS.md](IPVS.md): `auto` those that ask for " +
+		"it, `always` all that do not ask for nftables, `never` none. In mode `ipvs` the default is `always`",
+		oneOf("auto", "always", "never")},
+	{verdictKind + ".ipvsServices", Live, "with `auto`: the number of Services at which IPVS schedules all of them, " +
+		"until the next start; 0: never", atLeast(0)},
+	{verdictKind + ".ipvsAddresses", Live, "ranges of load balancer addresses that only Services have: IPVS may " +
+		"schedule there, and the node then accepts such an address as its own. At all others, and at external IPs, " +
+		"nftables chooses the endpoint; see [IPVS.md](IPVS.md#which-addresses)", checkNarrowPrefix},
+	{verdictKind + ".behavior", Live, "`kube-proxy` disables all default differences from kube-proxy in what packets " +
+		"meet that no other field of this configuration sets; see [below](#as-kube-proxy). `verdict` disables none",
+		oneOf(behaviorVerdict, behaviorKubeProxy)},
+	{verdictKind + ".secondChance", Live, "what happens to TCP endpoints that do not answer this node, or refuse " +
+		"connections: `on` ejects them until they answer again, `observe` only reports them, `off` disables it on this " +
+		"node; see [below](#endpoints-that-do-not-answer-or-refuse)", oneOf("off", "observe", "on")},
+	{verdictKind + ".pingServices", Live, "let cluster IPs and load balancer addresses answer pings while a Service " +
+		"has an endpoint there; see [below](#ping-unused-ports-and-nodes-without-endpoints)", nil},
+	{verdictKind + ".rejectUnusedPorts", Live, "reject packets from outside to unused ports of load balancer " +
+		"addresses, see [below](#ping-unused-ports-and-nodes-without-endpoints)", nil},
+	{verdictKind + ".metricsConnections", Restart, "granularity of the connection metrics: `off`, `service` or " +
+		"`endpoint`; see [METRICS.md](METRICS.md)", oneOf("off", "service", "endpoint")},
+	{verdictKind + ".metricsMaxSeries", Restart, "maximum number of Service ports, and of endpoints, with their own " +
+		"series in the metrics", atLeast(1)},
+	{verdictKind + ".counterMemoryMiB", Restart, "memory limit of the kernel's counters: 16 bytes for each possible " +
+		"processor and frontend, and, if there is room, endpoint; 0 disables counting. The annotation " +
+		"`verdict/counters` overrides it for a Service ([METRICS.md](METRICS.md))", atLeast(0)},
+	{verdictKind + ".everywhere", Restart, "the Lease of the collector, as `kube-system/verdict-collector`: enables " +
+		"`/everywhere`, see [CLUSTER.md](CLUSTER.md#wait-until-every-node-has-programmed-a-change); empty disables it",
+		checkLease},
+	{verdictKind + ".everywhereToken", Restart, "the file with the token that identifies this node to the collector", nil},
+	{verdictKind + ".ledger", Restart, "a directory for a ledger of what was written to the kernel, such as " +
+		"`/var/lib/verdict/ledger`, see [LEDGER.md](LEDGER.md); empty disables it", checkDirectory},
+	{verdictKind + ".ledgerMaxMiB", Restart, "maximum size of the files there; the oldest records are deleted",
+		within(1, 1<<20)},
 }
 
 // fieldNamed returns the field of this name. It panics if there is none.
@@ -358,7 +189,9 @@ func fieldNamed(name string) *field {
 }
 
 // path gives the field's path.
-func (f *field) path() path { return strings.Split(f.name, ".") }
+func (f *field) path() path { return fieldPath(f.name) }
+
+func fieldPath(name string) path { return strings.Split(name, ".") }
 
 // appliesIn reports whether a mode uses the field's section.
 func (f *field) appliesIn(mode v1alpha1.ProxyMode) bool {

@@ -3,7 +3,9 @@ package conntrack
 import (
 	"context"
 	"errors"
+	"maps"
 	"math"
+	"slices"
 	"time"
 
 	"github.com/verdict-proxy/verdict/internal/system/clock"
@@ -296,9 +298,7 @@ func (s *sweep) listAll(ctx context.Context, keys []dataplane.Key, l *SweepResul
 func (s *sweep) frontends() (keys []dataplane.Key, n int) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	for k := range s.keys {
-		keys = append(keys, k)
-	}
+	keys = slices.Collect(maps.Keys(s.keys))
 	if s.all > 0 {
 		for k := range s.programmed {
 			if _, named := s.keys[k]; !named {

@@ -3,7 +3,9 @@ package conntrack
 import (
 	"context"
 	"errors"
+	"maps"
 	"net/netip"
+	"slices"
 	"time"
 
 	"github.com/verdict-proxy/verdict/sync/dataplane"
@@ -88,13 +90,8 @@ const afterAnyDeadline = 100 * 365 * 24 * time.Hour
 func portsOf(services []*dataplane.Service) map[dataplane.Key]*dataplane.ServicePort {
 	out := map[dataplane.Key]*dataplane.ServicePort{}
 	for _, svc := range services {
-		if svc == nil {
-			continue
-		}
-		for _, sp := range svc.Ports {
-			for i := range sp.Frontends {
-				out[sp.Frontends[i].Key] = sp
-			}
+		for sp, f := range svc.EachFrontend() {
+			out[f.Key] = sp
 		}
 	}
 	return out
@@ -107,10 +104,7 @@ func (f *Forecast) Read(ctx context.Context, c *Conn, do func(OpenFlow)) error {
 }
 
 func (f *Forecast) read(ctx context.Context, t table, do func(OpenFlow)) error {
-	var keys []dataplane.Key
-	for k := range f.before {
-		keys = append(keys, k)
-	}
+	keys := slices.Collect(maps.Keys(f.before))
 	for k := range f.after {
 		if f.before[k] == nil {
 			keys = append(keys, k)

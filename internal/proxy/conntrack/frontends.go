@@ -12,6 +12,7 @@
 package conntrack
 
 import (
+	"maps"
 	"net/netip"
 	"slices"
 
@@ -28,44 +29,30 @@ type frontends map[dataplane.Key]*dataplane.ServicePort
 func (fs frontends) replace(before, after []*dataplane.Service) []dataplane.Key {
 	was := map[dataplane.Key]*dataplane.ServicePort{}
 	for _, svc := range before {
-		eachFrontend(svc, func(k dataplane.Key, sp *dataplane.ServicePort) {
-			if fs[k] == sp { // otherwise another Service already has it
-				was[k] = sp
-				delete(fs, k)
+		for sp, f := range svc.EachFrontend() {
+			if fs[f.Key] == sp { // otherwise another Service already has it
+				was[f.Key] = sp
+				delete(fs, f.Key)
 			}
-		})
+		}
 	}
 	var changed []dataplane.Key
 	// A key may move from one Service to another: remove all old keys before adding the first new one.
 	for _, svc := range after {
-		eachFrontend(svc, func(k dataplane.Key, sp *dataplane.ServicePort) {
-			fs[k] = sp
-			if mayHaveStale(was[k], sp) {
-				changed = append(changed, k)
+		for sp, f := range svc.EachFrontend() {
+			if sp.Name.Protocol == snapshot.TCP {
+				continue
 			}
-			delete(was, k)
-		})
+			fs[f.Key] = sp
+			if mayHaveStale(was[f.Key], sp) {
+				changed = append(changed, f.Key)
+			}
+			delete(was, f.Key)
+		}
 	}
-	for k := range was {
-		changed = append(changed, k)
-	}
+	changed = slices.AppendSeq(changed, maps.Keys(was))
 	slices.SortFunc(changed, dataplane.Key.Compare)
 	return changed
-}
-
-// eachFrontend calls do for every UDP and SCTP frontend of a Service. The Service may be nil.
-func eachFrontend(svc *dataplane.Service, do func(dataplane.Key, *dataplane.ServicePort)) {
-	if svc == nil {
-		return
-	}
-	for _, sp := range svc.Ports {
-		if sp.Name.Protocol == snapshot.TCP {
-			continue
-		}
-		for i := range sp.Frontends {
-			do(sp.Frontends[i].Key, sp)
-		}
-	}
 }
 
 // mayHaveStale says whether a change may have made flows to a frontend stale: the frontend is new, it had no endpoints,
@@ -93,16 +80,11 @@ func passing(sp *dataplane.ServicePort) bool {
 // untranslated.
 func newTCP(before, after []*dataplane.Service) (added []dataplane.Key) {
 	for i, svc := range after {
-		if svc == nil {
-			continue
-		}
 		was := map[dataplane.PortName][]dataplane.Frontend{}
-		if before[i] != nil {
-			for _, sp := range before[i].Ports {
-				was[sp.Name] = sp.Frontends
-			}
+		for sp := range before[i].EachPort() {
+			was[sp.Name] = sp.Frontends
 		}
-		for _, sp := range svc.Ports {
+		for sp := range svc.EachPort() {
 			if sp.Name.Protocol == snapshot.TCP {
 				added = appendNew(added, was[sp.Name], sp.Frontends)
 			}
@@ -132,16 +114,12 @@ func (fs frontends) leftByKubeProxy(f *flow) bool {
 	if f.frontend.Protocol != snapshot.UDP || !exists {
 		return true
 	}
-	return len(sp.Serving) == 0 && slices.ContainsFunc(sp.Frontends, func(fe dataplane.Frontend) bool {
-		return fe.Key == f.frontend && fe.Kind == dataplane.NodePort
-	})
+	fe := sp.Frontend(f.frontend)
+	return len(sp.Serving) == 0 && fe != nil && fe.Kind == dataplane.NodePort
 }
 
 func serves(sp *dataplane.ServicePort, a netip.AddrPort) bool {
-	_, found := slices.BinarySearchFunc(sp.Serving, a, func(e dataplane.Endpoint, a netip.AddrPort) int {
-		return e.AddrPort.Compare(a)
-	})
-	return found
+	return dataplane.HasEndpoint(sp.Serving, a)
 }
 
 // passes says whether a frontend leaves packets alone, those of some clients at least. There may be no frontend.
@@ -151,17 +129,6 @@ func passes(fe *dataplane.Frontend) bool {
 	})
 }
 
-// frontendOf returns the frontend of a port that has a key; nil if it has none.
-func frontendOf(sp *dataplane.ServicePort, k dataplane.Key) *dataplane.Frontend {
-	i, found := slices.BinarySearchFunc(sp.Frontends, k, func(fe dataplane.Frontend, k dataplane.Key) int {
-		return fe.Key.Compare(k)
-	})
-	if !found {
-		return nil
-	}
-	return &sp.Frontends[i]
-}
-
 // staleTCP says whether a TCP flow to a frontend of a port must be deleted: it was not translated and nobody has
 // answered it. Its client sent the first SYN before the frontend was programmed, and sends the next ones in vain. The
 // flow is right if the frontend passes packets, or if IPVS translates them. The port is nil if it is gone.
@@ -169,7 +136,7 @@ func staleTCP(f *flow, sp *dataplane.ServicePort) bool {
 	if sp == nil || f.zoned || f.translated() || f.answered {
 		return false
 	}
-	fe := frontendOf(sp, f.frontend)
+	fe := sp.Frontend(f.frontend)
 	return fe != nil && !passes(fe) && sp.Scheduled(fe) == nil
 }
 
@@ -183,7 +150,7 @@ func staleTCP(f *flow, sp *dataplane.ServicePort) bool {
 // untranslated flow is normal there. So it is at a frontend that passes packets.
 func (fs frontends) stale(f *flow) bool {
 	sp, exists := fs[f.frontend]
-	if !f.translated() && (!exists || f.zoned || passes(frontendOf(sp, f.frontend))) {
+	if !f.translated() && (!exists || f.zoned || passes(sp.Frontend(f.frontend))) {
 		return false
 	}
 	return !exists || !serves(sp, f.endpoint)

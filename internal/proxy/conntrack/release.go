@@ -195,7 +195,7 @@ func (r *Releaser) committed(c reconcile.Commit) {
 	now := time.Now()
 	r.programmed.replaceTCP(c.Before, c.After, released)
 	r.kept.replaceTCP(c.Before, c.After, func(svc *dataplane.Service, sp *dataplane.ServicePort) bool {
-		return !released(svc, sp)
+		return sp.Name.Protocol == snapshot.TCP && !released(svc, sp)
 	})
 	before := make([]earlierPorts, len(c.Before))
 	for i, svc := range c.Before {
@@ -233,10 +233,7 @@ type portFamily struct {
 func (r *Releaser) rename(services []*dataplane.Service, before []earlierPorts) {
 	renamed := map[portFamily]dataplane.PortName{}
 	for i, after := range services {
-		if after == nil {
-			continue
-		}
-		for _, sp := range after.Ports {
+		for sp := range after.EachPort() {
 			if was := before[i].of(sp); was != nil && was.Name != sp.Name {
 				renamed[familyOf(was)] = sp.Name
 			}
@@ -277,11 +274,9 @@ func (r *Releaser) follow(was, now *dataplane.ServicePort, t time.Time) {
 // forgetServing forgets the endpoints that a port has, unless it has ejected them.
 func (r *Releaser) forgetServing(sp *dataplane.ServicePort) {
 	if len(r.gone) < len(sp.Serving) {
-		for k := range r.gone {
-			if k.port == sp.Name && serves(sp, k.endpoint) && unhealthySince(sp, k.endpoint).IsZero() {
-				delete(r.gone, k)
-			}
-		}
+		maps.DeleteFunc(r.gone, func(k goneKey, _ *goneEndpoint) bool {
+			return k.port == sp.Name && serves(sp, k.endpoint) && unhealthySince(sp, k.endpoint).IsZero()
+		})
 		return
 	}
 	for _, e := range sp.Serving {
@@ -484,35 +479,24 @@ type filterPorts func(*dataplane.Service, *dataplane.ServicePort) bool
 // released says whether connections to a port may be released. Of a Service with more endpoints than allowed nobody
 // knows which ones serve. IPVS remembers its connections by itself.
 func released(svc *dataplane.Service, sp *dataplane.ServicePort) bool {
-	return !svc.OverCapacity && sp.Scheduling == nil
+	return sp.Name.Protocol == snapshot.TCP && !svc.OverCapacity && sp.Scheduling == nil
 }
 
-// replaceTCP replaces the TCP frontends of Services by those of others in the same order.
+// replaceTCP replaces those frontends of Services by those of others in the same order.
 func (fs frontends) replaceTCP(before, after []*dataplane.Service, which filterPorts) {
 	for _, svc := range before {
-		eachTCP(svc, which, func(k dataplane.Key, sp *dataplane.ServicePort) {
-			if fs[k] == sp { // otherwise another Service already has it
-				delete(fs, k)
+		for sp, f := range svc.EachFrontend() {
+			if fs[f.Key] == sp { // otherwise another Service already has it
+				delete(fs, f.Key)
 			}
-		})
+		}
 	}
 	// A key may move from one Service to another: remove all old keys before adding the first new one.
 	for _, svc := range after {
-		eachTCP(svc, which, func(k dataplane.Key, sp *dataplane.ServicePort) { fs[k] = sp })
-	}
-}
-
-// eachTCP calls do for every TCP frontend of those ports of a Service. The Service may be nil.
-func eachTCP(svc *dataplane.Service, which filterPorts, do func(dataplane.Key, *dataplane.ServicePort)) {
-	if svc == nil {
-		return
-	}
-	for _, sp := range svc.Ports {
-		if sp.Name.Protocol != snapshot.TCP || !which(svc, sp) {
-			continue
-		}
-		for i := range sp.Frontends {
-			do(sp.Frontends[i].Key, sp)
+		for sp, f := range svc.EachFrontend() {
+			if which(svc, sp) {
+				fs[f.Key] = sp
+			}
 		}
 	}
 }

@@ -188,11 +188,8 @@ func (l *releaseLook) judge(f *flow) (k goneKey, reason ReleaseReason, release b
 // such endpoint, or for another cause.
 func unhealthySince(sp *dataplane.ServicePort, endpoint netip.AddrPort) time.Time {
 	for _, list := range unhealthyLists(sp) {
-		i, found := slices.BinarySearchFunc(list, endpoint, func(u snapshot.Unhealthy, a netip.AddrPort) int {
-			return u.Endpoint.Compare(a)
-		})
-		if found && isSilent(&list[i]) {
-			return list[i].Since
+		if u := snapshot.FindUnhealthy(list, endpoint); u != nil && isSilent(u) {
+			return u.Since
 		}
 	}
 	return time.Time{}

@@ -59,10 +59,8 @@ type ListenError struct {
 
 func (e *ListenError) Error() string {
 	return fmt.Sprintf(
-		"health check node port of Service %s: %v; load balancers assume that it has no endpoint on this node",
-		e.Service,
-		e.Err,
-	)
+		"health check node port of Service %s: %v; load balancers assume that it has no endpoint on this node", e.Service,
+		e.Err)
 }
 
 func (e *ListenError) Unwrap() error { return e.Err }

@@ -27,55 +27,32 @@ func portLabels(more ...string) []string {
 }
 
 var (
-	serviceConnectionsDesc = prometheus.NewDesc("verdict_service_connections_total",
-		"New connections to a Service port that were sent to an endpoint.", portLabels(), nil)
-	serviceRefusedDesc = prometheus.NewDesc(
-		"verdict_service_refused_packets_total",
-		"Packets to a Service port without an endpoint, by what happened to them: reject or drop.",
-		portLabels("verdict"),
-		nil,
-	)
-	endpointConnectionsDesc = prometheus.NewDesc("verdict_endpoint_connections_total",
-		"New connections to a Service port that were sent to this endpoint.", portLabels("endpoint_address"), nil)
-	refusedDesc = prometheus.NewDesc(
-		"verdict_refused_packets_total",
-		"Packets that were sent to no endpoint, by reason and by what happened to them.",
-		[]string{ipFamily, "reason", "verdict"},
-		nil,
-	)
-	leftOutDesc = prometheus.NewDesc(
-		"verdict_series_left_out",
-		"Service ports or endpoints with traffic that have no series of their own (metricsMaxSeries).",
-		[]string{"metric"},
-		nil,
-	)
-	mapElementsDesc = prometheus.NewDesc("verdict_map_elements",
-		"Elements in a map or set of Verdict's tables.", []string{ipFamily, "map"}, nil)
-	mapMaxElementsDesc = prometheus.NewDesc("verdict_map_max_elements",
-		"Maximum number of elements of a map or set; absent for those without a limit.", []string{ipFamily, "map"}, nil)
-	affinityEntriesDesc = prometheus.NewDesc(
-		"verdict_affinity_entries",
-		"Entries of a Service in the session affinity map; reported while the map is three quarters full, "+
-			"for the Services with the most entries.",
-		[]string{ipFamily, "service_namespace", "service_name"},
-		nil,
-	)
-	readDurationDesc = prometheus.NewDesc("verdict_counters_read_duration_seconds",
-		"Duration of the last read of the kernel's counters.", nil, nil)
-	readFailuresDesc = prometheus.NewDesc("verdict_counters_read_failures_total",
-		"Failed reads of the kernel's counters.", nil, nil)
+	serviceConnectionsMetric = scrapedCounter("verdict_service_connections_total",
+		"New connections to a Service port that were sent to an endpoint.", portLabels()...)
+	serviceRefusedMetric = scrapedCounter("verdict_service_refused_packets_total",
+		"Packets to a Service port without an endpoint, by what happened to them: reject or drop.", portLabels("verdict")...)
+	endpointConnectionsMetric = scrapedCounter("verdict_endpoint_connections_total",
+		"New connections to a Service port that were sent to this endpoint.", portLabels("endpoint_address")...)
+	refusedMetric = scrapedCounter("verdict_refused_packets_total",
+		"Packets that were sent to no endpoint, by reason and by what happened to them.", ipFamily, "reason", "verdict")
+	leftOutMetric = scrapedGauge("verdict_series_left_out",
+		"Service ports or endpoints with traffic that have no series of their own (metricsMaxSeries).", "metric")
+	mapElementsMetric = scrapedGauge("verdict_map_elements",
+		"Elements in a map or set of Verdict's tables.", ipFamily, "map")
+	mapMaxElementsMetric = scrapedGauge("verdict_map_max_elements",
+		"Maximum number of elements of a map or set; absent for those without a limit.", ipFamily, "map")
+	affinityEntriesMetric = scrapedGauge("verdict_affinity_entries",
+		"Entries of a Service in the session affinity map; reported while the map is three quarters full, for the "+
+			"Services with the most entries.", ipFamily, "service_namespace", "service_name")
+	readDurationMetric = scrapedGauge("verdict_counters_read_duration_seconds",
+		"Duration of the last read of the kernel's counters.")
+	readFailuresMetric = scrapedCounter("verdict_counters_read_failures_total", "Failed reads of the kernel's counters.")
 )
 
-func (c *connections) Describe(ch chan<- *prometheus.Desc) {
-	for _, d := range []*prometheus.Desc{serviceConnectionsDesc, serviceRefusedDesc, endpointConnectionsDesc, refusedDesc,
-		leftOutDesc,
-		mapElementsDesc, mapMaxElementsDesc, affinityEntriesDesc, readDurationDesc, readFailuresDesc} {
-		ch <- d
-	}
-	for _, d := range ipvsDescs {
-		ch <- d
-	}
-}
+// connectionMetrics are those of connections.
+var connectionMetrics = append([]scraped{serviceConnectionsMetric, serviceRefusedMetric, endpointConnectionsMetric,
+	refusedMetric, leftOutMetric, mapElementsMetric, mapMaxElementsMetric, affinityEntriesMetric, readDurationMetric,
+	readFailuresMetric}, ipvsMetrics...)
 
 // picture is everything that is shown of the ledger, copied so that nobody waits for a scrape.
 type picture struct {
@@ -129,13 +106,13 @@ func (r *reader) picture() (p picture) {
 	return p
 }
 
-func (c *connections) Collect(ch chan<- prometheus.Metric) {
+func (c *connections) send(ch chan<- prometheus.Metric) {
 	c.r.waitFresh()
 	p := c.r.picture()
 	if c.o.Counters != nil {
 		c.collectRefused(ch, &p)
-		ch <- prometheus.MustNewConstMetric(readDurationDesc, prometheus.GaugeValue, p.seconds)
-		ch <- prometheus.MustNewConstMetric(readFailuresDesc, prometheus.CounterValue, p.failed)
+		readDurationMetric.put(ch, p.seconds)
+		readFailuresMetric.put(ch, p.failed)
 		for i := range p.ports {
 			collectPort(ch, &p.ports[i])
 		}
@@ -146,12 +123,10 @@ func (c *connections) Collect(ch chan<- prometheus.Metric) {
 			collectOthers(ch, &p.others)
 		}
 		if c.o.Detail != Off {
-			ch <- prometheus.MustNewConstMetric(leftOutDesc, prometheus.GaugeValue, float64(p.leftOut[0]),
-				"verdict_service_connections_total")
+			leftOutMetric.put(ch, float64(p.leftOut[0]), "verdict_service_connections_total")
 		}
 		if c.o.Detail == PerEndpoint {
-			ch <- prometheus.MustNewConstMetric(leftOutDesc, prometheus.GaugeValue, float64(p.leftOut[1]),
-				"verdict_endpoint_connections_total")
+			leftOutMetric.put(ch, float64(p.leftOut[1]), "verdict_endpoint_connections_total")
 		}
 	}
 	if c.o.Fill != nil {
@@ -159,8 +134,7 @@ func (c *connections) Collect(ch chan<- prometheus.Metric) {
 	}
 	if c.o.AffinityShares != nil {
 		for _, s := range c.o.AffinityShares() {
-			ch <- prometheus.MustNewConstMetric(affinityEntriesDesc, prometheus.GaugeValue, float64(s.Entries),
-				families[s.Family], s.Service.Namespace, s.Service.Name)
+			affinityEntriesMetric.put(ch, float64(s.Entries), families[s.Family], s.Service.Namespace, s.Service.Name)
 		}
 	}
 }
@@ -168,8 +142,7 @@ func (c *connections) Collect(ch chan<- prometheus.Metric) {
 func collectPort(ch chan<- prometheus.Metric, s *sample) {
 	collectTotals(ch, &s.now, s.name.Service.Namespace, s.name.Service.Name, s.name.Port, s.name.Protocol.String())
 	for i := range s.endpoints {
-		ch <- prometheus.MustNewConstMetric(endpointConnectionsDesc, prometheus.CounterValue,
-			float64(s.endpoints[i].connections),
+		endpointConnectionsMetric.put(ch, float64(s.endpoints[i].connections),
 			s.name.Service.Namespace, s.name.Service.Name, s.name.Port, s.name.Protocol.String(), s.endpoints[i].at.String())
 	}
 }
@@ -177,11 +150,10 @@ func collectPort(ch chan<- prometheus.Metric, s *sample) {
 func collectOthers(ch chan<- prometheus.Metric, t *totals) { collectTotals(ch, t, "", others, "", "") }
 
 func collectTotals(ch chan<- prometheus.Metric, t *totals, namespace, service, port, protocol string) {
-	ch <- prometheus.MustNewConstMetric(serviceConnectionsDesc, prometheus.CounterValue, float64(t.connections),
-		namespace, service, port, protocol)
+	serviceConnectionsMetric.put(ch, float64(t.connections), namespace, service, port, protocol)
 	for verdict, packets := range t.refused {
 		if packets > 0 {
-			ch <- prometheus.MustNewConstMetric(serviceRefusedDesc, prometheus.CounterValue, float64(packets),
+			serviceRefusedMetric.put(ch, float64(packets),
 				namespace, service, port, protocol, dataplane.Verdict(verdict).String())
 		}
 	}
@@ -193,8 +165,7 @@ func (c *connections) collectRefused(ch chan<- prometheus.Metric, p *picture) {
 			if c.o.Detail == Off && (r == dataplane.RefusedNoEndpoints || r == dataplane.RefusedNoLocalEndpoints) {
 				continue // these are counted at the Services
 			}
-			ch <- prometheus.MustNewConstMetric(refusedDesc, prometheus.CounterValue, float64(p.refused[i][r]),
-				f, r.String(), r.Verdict().String())
+			refusedMetric.put(ch, float64(p.refused[i][r]), f, r.String(), r.Verdict().String())
 		}
 	}
 }
@@ -205,12 +176,10 @@ func (c *connections) collectFill(ch chan<- prometheus.Metric, p *picture) {
 			f.Elements = p.affinity[f.Family]
 		}
 		if f.Elements >= 0 {
-			ch <- prometheus.MustNewConstMetric(mapElementsDesc, prometheus.GaugeValue, float64(f.Elements), families[f.Family],
-				f.Set)
+			mapElementsMetric.put(ch, float64(f.Elements), families[f.Family], f.Set)
 		}
 		if f.Size > 0 {
-			ch <- prometheus.MustNewConstMetric(mapMaxElementsDesc, prometheus.GaugeValue, float64(f.Size), families[f.Family],
-				f.Set)
+			mapMaxElementsMetric.put(ch, float64(f.Size), families[f.Family], f.Set)
 		}
 	}
 }

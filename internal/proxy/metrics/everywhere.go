@@ -9,30 +9,22 @@ import (
 	"github.com/prometheus/client_golang/prometheus/promhttp"
 )
 
-// everywhere shows a node's part in asking whether all nodes have a change.
-type everywhere struct{ o *Options }
-
 var (
-	everywhereConnectedDesc = prometheus.NewDesc("verdict_everywhere_connected",
-		"1 if the node is connected to the collector.", nil, nil)
-	everywhereWaitingDesc = prometheus.NewDesc("verdict_everywhere_waiting",
-		"Requests that wait for all nodes on this node.", nil, nil)
-	everywhereAnswersDesc = prometheus.NewDesc("verdict_everywhere_answers_total",
-		"Answered requests, by outcome.", []string{"outcome"}, nil)
+	everywhereConnectedMetric = scrapedGauge("verdict_everywhere_connected",
+		"1 if the node is connected to the collector.")
+	everywhereWaitingMetric = scrapedGauge("verdict_everywhere_waiting",
+		"Requests that wait for all nodes on this node.")
+	everywhereAnswersMetric = scrapedCounter("verdict_everywhere_answers_total",
+		"Answered requests, by outcome.", "outcome")
 )
 
-func (everywhere) Describe(ch chan<- *prometheus.Desc) {
-	for _, d := range []*prometheus.Desc{everywhereConnectedDesc, everywhereWaitingDesc, everywhereAnswersDesc} {
-		ch <- d
-	}
-}
-
-func (e everywhere) Collect(ch chan<- prometheus.Metric) {
-	now := e.o.Everywhere()
-	ch <- prometheus.MustNewConstMetric(everywhereConnectedDesc, prometheus.GaugeValue, one(now.Connected))
-	ch <- prometheus.MustNewConstMetric(everywhereWaitingDesc, prometheus.GaugeValue, float64(now.Waiting))
+// sendEverywhere shows a node's part in asking whether all nodes have a change.
+func (o *Options) sendEverywhere(ch chan<- prometheus.Metric) {
+	now := o.Everywhere()
+	everywhereConnectedMetric.put(ch, one(now.Connected))
+	everywhereWaitingMetric.put(ch, float64(now.Waiting))
 	for outcome, n := range now.Answers {
-		ch <- prometheus.MustNewConstMetric(everywhereAnswersDesc, prometheus.CounterValue, float64(n), outcome)
+		everywhereAnswersMetric.put(ch, float64(n), outcome)
 	}
 }
 
@@ -56,7 +48,9 @@ type Collector struct {
 func NewCollector(stats func() CollectorStats, outcomes []string) *Collector {
 	c := &Collector{registry: prometheus.NewRegistry()}
 	c.registry.MustRegister(collectors.NewGoCollector(), collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}),
-		collector{stats})
+		together{[]scraped{collectorLeadingMetric, collectorNodesMetric, collectorWaitingMetric, collectorRoundsMetric,
+			collectorQuestionsMetric, collectorConnectionsMetric},
+			func(ch chan<- prometheus.Metric) { stats().send(ch) }})
 	c.waits = maker{c.registry}.histograms("verdict_collector_wait_duration_seconds",
 		"How long requests waited for all nodes, by outcome.", prometheus.ExponentialBuckets(0.005, 2, 14), "outcome")
 	for _, o := range outcomes {
@@ -78,43 +72,24 @@ func (c *Collector) Handler() http.Handler {
 	return mux
 }
 
-type collector struct{ stats func() CollectorStats }
-
 var (
-	collectorLeadingDesc = prometheus.NewDesc("verdict_collector_leading", "1 if this collector leads.", nil, nil)
-	collectorNodesDesc   = prometheus.NewDesc("verdict_collector_nodes", "Nodes that are connected.", nil, nil)
-	collectorWaitingDesc = prometheus.NewDesc("verdict_collector_waiting", "Requests that wait for all nodes.", nil, nil)
-	collectorRoundsDesc  = prometheus.NewDesc("verdict_collector_rounds",
-		"Questions to all nodes that not all have answered.", nil, nil)
-	collectorQuestionsDesc = prometheus.NewDesc("verdict_collector_questions_total",
-		"Questions sent, one to each node, since this collector leads.", nil, nil)
-	collectorConnectionsDesc = prometheus.NewDesc("verdict_collector_connections_total",
-		"Connections since this collector leads, by whether their token was accepted or refused.", []string{"token"}, nil)
+	collectorLeadingMetric = scrapedGauge("verdict_collector_leading", "1 if this collector leads.")
+	collectorNodesMetric   = scrapedGauge("verdict_collector_nodes", "Nodes that are connected.")
+	collectorWaitingMetric = scrapedGauge("verdict_collector_waiting", "Requests that wait for all nodes.")
+	collectorRoundsMetric  = scrapedGauge("verdict_collector_rounds",
+		"Questions to all nodes that not all have answered.")
+	collectorQuestionsMetric = scrapedCounter("verdict_collector_questions_total",
+		"Questions sent, one to each node, since this collector leads.")
+	collectorConnectionsMetric = scrapedCounter("verdict_collector_connections_total",
+		"Connections since this collector leads, by whether their token was accepted or refused.", "token")
 )
 
-func (collector) Describe(ch chan<- *prometheus.Desc) {
-	for _, d := range []*prometheus.Desc{collectorLeadingDesc, collectorNodesDesc, collectorWaitingDesc,
-		collectorRoundsDesc, collectorQuestionsDesc, collectorConnectionsDesc} {
-		ch <- d
-	}
-}
-
-func (c collector) Collect(ch chan<- prometheus.Metric) {
-	s := c.stats()
-	for _, m := range []struct {
-		desc   *prometheus.Desc
-		kind   prometheus.ValueType
-		value  float64
-		labels []string
-	}{
-		{collectorLeadingDesc, prometheus.GaugeValue, one(s.Leading), nil},
-		{collectorNodesDesc, prometheus.GaugeValue, float64(s.Nodes), nil},
-		{collectorWaitingDesc, prometheus.GaugeValue, float64(s.Waiting), nil},
-		{collectorRoundsDesc, prometheus.GaugeValue, float64(s.Rounds), nil},
-		{collectorQuestionsDesc, prometheus.CounterValue, float64(s.Questions), nil},
-		{collectorConnectionsDesc, prometheus.CounterValue, float64(s.Accepted), []string{"accepted"}},
-		{collectorConnectionsDesc, prometheus.CounterValue, float64(s.Refused), []string{"refused"}},
-	} {
-		ch <- prometheus.MustNewConstMetric(m.desc, m.kind, m.value, m.labels...)
-	}
+func (s CollectorStats) send(ch chan<- prometheus.Metric) {
+	collectorLeadingMetric.put(ch, one(s.Leading))
+	collectorNodesMetric.put(ch, float64(s.Nodes))
+	collectorWaitingMetric.put(ch, float64(s.Waiting))
+	collectorRoundsMetric.put(ch, float64(s.Rounds))
+	collectorQuestionsMetric.put(ch, float64(s.Questions))
+	collectorConnectionsMetric.put(ch, float64(s.Accepted), "accepted")
+	collectorConnectionsMetric.put(ch, float64(s.Refused), "refused")
 }

@@ -14,47 +14,26 @@ import (
 // IPVS reads what IPVS counts of the frontends that it schedules. Its methods are called one at a time.
 type IPVS interface {
 	// Services reads all frontends at once; one may be missing.
-	Services(do func(dataplane.Key, IPVSCounts)) error
+	Services(do func(dataplane.Key, dataplane.SchedulerStatistics)) error
 	// Endpoints reads those behind one frontend.
 	Endpoints(of dataplane.Key, do func(netip.AddrPort, IPVSEndpoint)) error
 }
 
-// IPVSCounts are what IPVS counted since it got the frontend or endpoint.
-type IPVSCounts struct {
-	Connections uint64
-	// Packets and Bytes are those from clients, and those to them.
-	Packets, Bytes [2]uint64
-}
-
 // IPVSEndpoint is an endpoint behind a frontend.
 type IPVSEndpoint struct {
-	IPVSCounts
+	dataplane.SchedulerStatistics
 	// Active is how many connections it has now.
 	Active uint32
 }
 
-// directions are the values of the label direction, as IPVSCounts has them.
-var directions = [...]string{"in", "out"}
-
-// since gives what was counted since an earlier reading; everything, if the count began anew meanwhile.
-func (c IPVSCounts) since(before IPVSCounts) IPVSCounts {
-	if c.Connections < before.Connections || c.Packets[0] < before.Packets[0] || c.Packets[1] < before.Packets[1] {
-		return c
+// since gives what was counted since an earlier reading, without rates; everything, if the count began anew meanwhile.
+func since(before, now dataplane.SchedulerStatistics) dataplane.SchedulerStatistics {
+	if now.Connections < before.Connections || now.PacketsIn < before.PacketsIn || now.PacketsOut < before.PacketsOut {
+		before = dataplane.SchedulerStatistics{}
 	}
-	c.Connections -= before.Connections
-	for i := range directions {
-		c.Packets[i] -= before.Packets[i]
-		c.Bytes[i] -= before.Bytes[i]
-	}
-	return c
-}
-
-func (c *IPVSCounts) add(o IPVSCounts) {
-	c.Connections += o.Connections
-	for i := range directions {
-		c.Packets[i] += o.Packets[i]
-		c.Bytes[i] += o.Bytes[i]
-	}
+	return dataplane.SchedulerStatistics{Connections: now.Connections - before.Connections,
+		PacketsIn: now.PacketsIn - before.PacketsIn, PacketsOut: now.PacketsOut - before.PacketsOut,
+		BytesIn: now.BytesIn - before.BytesIn, BytesOut: now.BytesOut - before.BytesOut}
 }
 
 // ipvsLedger adds up what IPVS counts, as the ledger does for the elements of maps. It holds what has counted
@@ -67,15 +46,15 @@ type ipvsLedger struct {
 }
 
 type ipvsFrontend struct {
-	last IPVSCounts
+	last dataplane.SchedulerStatistics
 	// active says that it had open connections, so that they are looked at again.
 	active    bool
 	endpoints map[netip.AddrPort]IPVSEndpoint
 }
 
 type ipvsPort struct {
-	IPVSCounts
-	endpoints map[netip.AddrPort]*IPVSCounts
+	dataplane.SchedulerStatistics
+	endpoints map[netip.AddrPort]*dataplane.SchedulerStatistics
 }
 
 func newIPVSLedger() *ipvsLedger {
@@ -84,7 +63,7 @@ func newIPVSLedger() *ipvsLedger {
 
 // enter takes a reading of all frontends, and gives those whose endpoints are worth reading.
 func (g *ipvsLedger) enter(
-	read map[dataplane.Key]IPVSCounts,
+	read map[dataplane.Key]dataplane.SchedulerStatistics,
 	portAt func(dataplane.Key) (dataplane.PortName, bool),
 ) (due []dataplane.Key) {
 	maps.DeleteFunc(g.last, func(k dataplane.Key, _ *ipvsFrontend) bool { _, there := read[k]; return !there })
@@ -97,13 +76,13 @@ func (g *ipvsLedger) enter(
 			}
 			g.last[k] = fe
 		}
-		more := counts.since(fe.last)
+		more := since(fe.last, counts)
 		fe.last = counts
-		if more == (IPVSCounts{}) && !fe.active && g.read {
+		if more == (dataplane.SchedulerStatistics{}) && !fe.active && g.read {
 			continue
 		}
-		if name, known := portAt(k); known && more != (IPVSCounts{}) {
-			g.port(name).add(more)
+		if name, known := portAt(k); known && more != (dataplane.SchedulerStatistics{}) {
+			g.port(name).Add(&more)
 		}
 		if counts.Connections > 0 {
 			due = append(due, k)
@@ -116,7 +95,7 @@ func (g *ipvsLedger) enter(
 func (g *ipvsLedger) port(n dataplane.PortName) *ipvsPort {
 	p := g.ports[n]
 	if p == nil {
-		p = &ipvsPort{endpoints: map[netip.AddrPort]*IPVSCounts{}}
+		p = &ipvsPort{endpoints: map[netip.AddrPort]*dataplane.SchedulerStatistics{}}
 		g.ports[n] = p
 	}
 	return p
@@ -140,12 +119,12 @@ func (g *ipvsLedger) enterEndpoints(
 		if _, known := fe.endpoints[at]; !known && first {
 			before = ep
 		}
-		if more := ep.since(before.IPVSCounts); more != (IPVSCounts{}) {
+		if more := since(before.SchedulerStatistics, ep.SchedulerStatistics); more != (dataplane.SchedulerStatistics{}) {
 			p := g.port(name)
 			if p.endpoints[at] == nil {
-				p.endpoints[at] = &IPVSCounts{}
+				p.endpoints[at] = &dataplane.SchedulerStatistics{}
 			}
-			p.endpoints[at].add(more)
+			p.endpoints[at].Add(&more)
 		}
 	}
 	fe.endpoints = read
@@ -162,8 +141,8 @@ func (r *reader) readIPVS(deadline time.Time) error {
 	if r.ipvs == nil {
 		return nil
 	}
-	read := map[dataplane.Key]IPVSCounts{}
-	if err := r.ipvs.Services(func(k dataplane.Key, c IPVSCounts) { read[k] = c }); err != nil {
+	read := map[dataplane.Key]dataplane.SchedulerStatistics{}
+	if err := r.ipvs.Services(func(k dataplane.Key, c dataplane.SchedulerStatistics) { read[k] = c }); err != nil {
 		return err
 	}
 	var due []dataplane.Key
@@ -205,33 +184,27 @@ func (g *ledger) portAt(k dataplane.Key) (dataplane.PortName, bool) {
 }
 
 var (
-	ipvsConnectionsDesc = prometheus.NewDesc("verdict_ipvs_connections_total",
-		"New connections to a Service port that IPVS sent to an endpoint.", portLabels(), nil)
-	ipvsPacketsDesc = prometheus.NewDesc("verdict_ipvs_packets_total",
-		"Packets that IPVS forwarded for a Service port, from clients (in) and to them (out).", portLabels("direction"), nil)
-	ipvsBytesDesc = prometheus.NewDesc("verdict_ipvs_bytes_total",
-		"Bytes that IPVS forwarded for a Service port, from clients (in) and to them (out).", portLabels("direction"), nil)
-	ipvsEndpointConnectionsDesc = prometheus.NewDesc("verdict_ipvs_endpoint_connections_total",
-		"New connections to a Service port that IPVS sent to this endpoint.", portLabels("endpoint_address"), nil)
-	ipvsEndpointBytesDesc = prometheus.NewDesc("verdict_ipvs_endpoint_bytes_total",
-		"Bytes that IPVS forwarded to an endpoint (in) and from it (out).", portLabels("endpoint_address", "direction"), nil)
-	ipvsEndpointActiveDesc = prometheus.NewDesc("verdict_ipvs_endpoint_active_connections",
-		"Connections of an endpoint that are established now, as IPVS sees them.", portLabels("endpoint_address"), nil)
+	ipvsConnectionsMetric = scrapedCounter("verdict_ipvs_connections_total",
+		"New connections to a Service port that IPVS sent to an endpoint.", portLabels()...)
+	ipvsPacketsMetric = scrapedCounter("verdict_ipvs_packets_total",
+		"Packets that IPVS forwarded for a Service port, from clients (in) and to them (out).", portLabels("direction")...)
+	ipvsBytesMetric = scrapedCounter("verdict_ipvs_bytes_total",
+		"Bytes that IPVS forwarded for a Service port, from clients (in) and to them (out).", portLabels("direction")...)
+	ipvsEndpointConnectionsMetric = scrapedCounter("verdict_ipvs_endpoint_connections_total",
+		"New connections to a Service port that IPVS sent to this endpoint.", portLabels("endpoint_address")...)
+	ipvsEndpointBytesMetric = scrapedCounter("verdict_ipvs_endpoint_bytes_total",
+		"Bytes that IPVS forwarded to an endpoint (in) and from it (out).", portLabels("endpoint_address", "direction")...)
+	ipvsEndpointActiveMetric = scrapedGauge("verdict_ipvs_endpoint_active_connections",
+		"Connections of an endpoint that are established now, as IPVS sees them.", portLabels("endpoint_address")...)
 )
 
-var ipvsDescs = []*prometheus.Desc{
-	ipvsConnectionsDesc,
-	ipvsPacketsDesc,
-	ipvsBytesDesc,
-	ipvsEndpointConnectionsDesc,
-	ipvsEndpointBytesDesc,
-	ipvsEndpointActiveDesc,
-}
+var ipvsMetrics = []scraped{ipvsConnectionsMetric, ipvsPacketsMetric, ipvsBytesMetric, ipvsEndpointConnectionsMetric,
+	ipvsEndpointBytesMetric, ipvsEndpointActiveMetric}
 
 // ipvsSample is a Service port that IPVS schedules.
 type ipvsSample struct {
 	name dataplane.PortName
-	IPVSCounts
+	dataplane.SchedulerStatistics
 	endpoints map[netip.AddrPort]IPVSEndpoint
 }
 
@@ -257,11 +230,12 @@ func (g *ipvsLedger) samples(of *ledger) (all []ipvsSample) {
 		if port := of.ports[n]; port == nil || !port.shown {
 			continue
 		}
-		s := ipvsSample{name: n, IPVSCounts: g.ports[n].IPVSCounts, endpoints: map[netip.AddrPort]IPVSEndpoint{}}
-		for at, counts := range g.ports[n].endpoints {
+		p := g.ports[n]
+		s := ipvsSample{n, p.SchedulerStatistics, map[netip.AddrPort]IPVSEndpoint{}}
+		for at, counts := range p.endpoints {
 			if room > 0 {
 				room--
-				s.endpoints[at] = IPVSEndpoint{IPVSCounts: *counts, Active: open[n][at]}
+				s.endpoints[at] = IPVSEndpoint{SchedulerStatistics: *counts, Active: open[n][at]}
 			}
 		}
 		all = append(all, s)
@@ -271,19 +245,18 @@ func (g *ipvsLedger) samples(of *ledger) (all []ipvsSample) {
 
 func (s *ipvsSample) collect(ch chan<- prometheus.Metric) {
 	labels := []string{s.name.Service.Namespace, s.name.Service.Name, s.name.Port, s.name.Protocol.String()}
-	show := func(d *prometheus.Desc, kind prometheus.ValueType, value uint64, more ...string) {
-		ch <- prometheus.MustNewConstMetric(d, kind, float64(value), append(slices.Clip(labels), more...)...)
+	show := func(m scraped, value uint64, more ...string) {
+		m.put(ch, float64(value), append(slices.Clip(labels), more...)...)
 	}
-	show(ipvsConnectionsDesc, prometheus.CounterValue, s.Connections)
-	for i, direction := range directions {
-		show(ipvsPacketsDesc, prometheus.CounterValue, s.Packets[i], direction)
-		show(ipvsBytesDesc, prometheus.CounterValue, s.Bytes[i], direction)
-	}
+	show(ipvsConnectionsMetric, s.Connections)
+	show(ipvsPacketsMetric, s.PacketsIn, "in")
+	show(ipvsPacketsMetric, s.PacketsOut, "out")
+	show(ipvsBytesMetric, s.BytesIn, "in")
+	show(ipvsBytesMetric, s.BytesOut, "out")
 	for at, ep := range s.endpoints {
-		show(ipvsEndpointConnectionsDesc, prometheus.CounterValue, ep.Connections, at.String())
-		show(ipvsEndpointActiveDesc, prometheus.GaugeValue, uint64(ep.Active), at.String())
-		for i, direction := range directions {
-			show(ipvsEndpointBytesDesc, prometheus.CounterValue, ep.Bytes[i], at.String(), direction)
-		}
+		show(ipvsEndpointConnectionsMetric, ep.Connections, at.String())
+		show(ipvsEndpointActiveMetric, uint64(ep.Active), at.String())
+		show(ipvsEndpointBytesMetric, ep.BytesIn, at.String(), "in")
+		show(ipvsEndpointBytesMetric, ep.BytesOut, at.String(), "out")
 	}
 }

@@ -13,14 +13,14 @@ import (
 
 // fakeIPVS counts as IPVS does.
 type fakeIPVS struct {
-	services  map[dataplane.Key]IPVSCounts
+	services  map[dataplane.Key]dataplane.SchedulerStatistics
 	endpoints map[dataplane.Key]map[netip.AddrPort]IPVSEndpoint
 	// asked counts readings of endpoints.
 	asked  int
 	broken error
 }
 
-func (f *fakeIPVS) Services(do func(dataplane.Key, IPVSCounts)) error {
+func (f *fakeIPVS) Services(do func(dataplane.Key, dataplane.SchedulerStatistics)) error {
 	for k, c := range f.services {
 		do(k, c)
 	}
@@ -38,13 +38,10 @@ func (f *fakeIPVS) Endpoints(of dataplane.Key, do func(netip.AddrPort, IPVSEndpo
 // connect has a frontend count a connection with as many packets to an endpoint.
 func (f *fakeIPVS) connect(k dataplane.Key, at netip.AddrPort, packets uint64) {
 	c, e := f.services[k], f.endpoints[k][at]
-	more := IPVSCounts{
-		Connections: 1,
-		Packets:     [2]uint64{packets, packets},
-		Bytes:       [2]uint64{100 * packets, 1000 * packets},
-	}
-	c.add(more)
-	e.add(more)
+	more := dataplane.SchedulerStatistics{Connections: 1, PacketsIn: packets, PacketsOut: packets, BytesIn: 100 * packets,
+		BytesOut: 1000 * packets}
+	c.Add(&more)
+	e.Add(&more)
 	e.Active = 1
 	f.services[k] = c
 	if f.endpoints[k] == nil {
@@ -57,7 +54,7 @@ func (f *fakeIPVS) connect(k dataplane.Key, at netip.AddrPort, packets uint64) {
 // endpoint goes or begins anew, and leaves out what was counted before the first reading.
 func TestIPVS(t *testing.T) {
 	f := &fakeIPVS{
-		services:  map[dataplane.Key]IPVSCounts{},
+		services:  map[dataplane.Key]dataplane.SchedulerStatistics{},
 		endpoints: map[dataplane.Key]map[netip.AddrPort]IPVSEndpoint{},
 	}
 	w := newWorld(Options{Detail: PerEndpoint, MaxSeries: 100, IPVS: f})
@@ -99,7 +96,7 @@ func TestIPVS(t *testing.T) {
 	expect := func(what string, connections, packets uint64, at ...uint64) {
 		t.Helper()
 		s := read()
-		if s.name != port || s.Connections != connections || s.Packets[0] != packets || s.Bytes[1] != 1000*packets {
+		if s.name != port || s.Connections != connections || s.PacketsIn != packets || s.BytesOut != 1000*packets {
 			t.Errorf("%s: %+v", what, s)
 		}
 		for i, want := range at {
@@ -122,7 +119,7 @@ func TestIPVS(t *testing.T) {
 	}
 	delete(f.services, keys[1])
 	expect("one is gone", 3, 6, 1, 2)
-	f.services[keys[1]], f.endpoints[keys[1]] = IPVSCounts{}, nil
+	f.services[keys[1]], f.endpoints[keys[1]] = dataplane.SchedulerStatistics{}, nil
 	f.connect(keys[1], ends[0], 5)
 	expect("and begins anew", 4, 11, 2, 2)
 	delete(f.endpoints[keys[0]], ends[1])

@@ -87,7 +87,8 @@ func (m maker) histograms(name, help string, buckets []float64, labels ...string
 func (k *kubeProxy) register(registry, slis prometheus.Registerer, o *Options, r *reader) {
 	m := maker{registry}
 	k.registerSync(m, o)
-	m.MustRegister(noLocal{r}, atLocalhost{r})
+	m.MustRegister(together{[]scraped{noLocalMetric}, r.sendNoLocal},
+		together{[]scraped{atLocalhostMetric}, r.sendAtLocalhost})
 	k.healthz = m.counters("kubeproxy_proxy_healthz_total", "Cumulative proxy healthz HTTP status", "code")
 	k.livez = m.counters("kubeproxy_proxy_livez_total", "Cumulative proxy livez HTTP status", "code")
 	k.conntrackSync = m.histograms("kubeproxy_conntrack_reconciler_sync_duration_seconds",
@@ -104,12 +105,8 @@ func (k *kubeProxy) register(registry, slis prometheus.Registerer, o *Options, r
 }
 
 func (k *kubeProxy) registerSync(m maker, o *Options) {
-	k.sync = m.histograms(
-		"kubeproxy_sync_proxy_rules_duration_seconds",
-		"SyncProxyRules latency in seconds",
-		syncBuckets(),
-		ipFamily,
-	)
+	k.sync = m.histograms("kubeproxy_sync_proxy_rules_duration_seconds", "SyncProxyRules latency in seconds",
+		syncBuckets(), ipFamily)
 	k.syncFull = m.histograms("kubeproxy_sync_full_proxy_rules_duration_seconds",
 		"SyncProxyRules latency in seconds for full resyncs", syncBuckets(), ipFamily)
 	k.syncPartial = m.histograms("kubeproxy_sync_partial_proxy_rules_duration_seconds",
@@ -120,14 +117,10 @@ func (k *kubeProxy) registerSync(m maker, o *Options) {
 		"The last time a sync of proxy rules was queued", ipFamily)
 	k.programming = m.histograms("kubeproxy_network_programming_duration_seconds",
 		"In Cluster Network Programming Latency in seconds", programmingBuckets(), ipFamily)
-	k.endpointChanges = m.counter(
-		"kubeproxy_sync_proxy_rules_endpoint_changes_total",
-		"Cumulative proxy rules Endpoint changes",
-	)
-	k.serviceChanges = m.counter(
-		"kubeproxy_sync_proxy_rules_service_changes_total",
-		"Cumulative proxy rules Service changes",
-	)
+	k.endpointChanges = m.counter("kubeproxy_sync_proxy_rules_endpoint_changes_total",
+		"Cumulative proxy rules Endpoint changes")
+	k.serviceChanges = m.counter("kubeproxy_sync_proxy_rules_service_changes_total",
+		"Cumulative proxy rules Service changes")
 	if o.Waiting != nil {
 		m.gaugeFunc("kubeproxy_sync_proxy_rules_endpoint_changes_pending", "Pending proxy rules Endpoint changes", nil,
 			func() float64 { return float64(o.Waiting().Slices) })
@@ -189,37 +182,30 @@ func one(b bool) float64 {
 	return 0
 }
 
-// noLocal shows how many Service ports have a policy Local, and endpoints, but none here. It is a gauge, though its
+var noLocalMetric = scrapedGauge("kubeproxy_sync_proxy_rules_no_local_endpoints_total",
+	"Number of services with a Local traffic policy and no endpoints", "traffic_policy", ipFamily)
+
+// sendNoLocal shows how many Service ports have a policy Local, and endpoints, but none here. It is a gauge, though its
 // name in kube-proxy ends like a counter's.
-type noLocal struct{ r *reader }
-
-var noLocalDesc = prometheus.NewDesc("kubeproxy_sync_proxy_rules_no_local_endpoints_total",
-	"Number of services with a Local traffic policy and no endpoints", []string{"traffic_policy", ipFamily}, nil)
-
-func (noLocal) Describe(ch chan<- *prometheus.Desc) { ch <- noLocalDesc }
-
-func (n noLocal) Collect(ch chan<- prometheus.Metric) {
+func (r *reader) sendNoLocal(ch chan<- prometheus.Metric) {
 	var counts ipfamily.Per[localCount]
-	n.r.locked(func() { counts = n.r.noLocal })
+	r.locked(func() { counts = r.noLocal })
 	for i, f := range families {
-		ch <- prometheus.MustNewConstMetric(noLocalDesc, prometheus.GaugeValue, float64(counts[i].internal), "internal", f)
-		ch <- prometheus.MustNewConstMetric(noLocalDesc, prometheus.GaugeValue, float64(counts[i].external), "external", f)
+		noLocalMetric.put(ch, float64(counts[i].internal), "internal", f)
+		noLocalMetric.put(ch, float64(counts[i].external), "external", f)
 	}
 }
 
-// atLocalhost shows how many node ports answer at localhost. kube-proxy 1.37 has a listener for each, behind a feature
-// gate; here the kernel translates, IPv4 alone, and the gauge counts what answers as one of those listeners would.
-type atLocalhost struct{ r *reader }
+var atLocalhostMetric = scrapedGauge("kubeproxy_nftables_localhost_nodeport_listeners",
+	"Number of node ports that answer at localhost, without a listener", ipFamily)
 
-var atLocalhostDesc = prometheus.NewDesc("kubeproxy_nftables_localhost_nodeport_listeners",
-	"Number of node ports that answer at localhost, without a listener", []string{ipFamily}, nil)
-
-func (atLocalhost) Describe(ch chan<- *prometheus.Desc) { ch <- atLocalhostDesc }
-
-func (l atLocalhost) Collect(ch chan<- prometheus.Metric) {
+// sendAtLocalhost shows how many node ports answer at localhost. kube-proxy 1.37 has a listener for each, behind a
+// feature gate; here the kernel translates, IPv4 alone, and the gauge counts what answers as one of those listeners
+// would.
+func (r *reader) sendAtLocalhost(ch chan<- prometheus.Metric) {
 	var counts ipfamily.Per[int]
-	l.r.locked(func() { counts = l.r.atLocalhost })
+	r.locked(func() { counts = r.atLocalhost })
 	for i, f := range families {
-		ch <- prometheus.MustNewConstMetric(atLocalhostDesc, prometheus.GaugeValue, float64(counts[i]), f)
+		atLocalhostMetric.put(ch, float64(counts[i]), f)
 	}
 }

@@ -203,11 +203,8 @@ func (g *ledger) replace(before, after []*dataplane.Service, full bool, moment u
 
 // removeOld removes the frontends that a Service does not keep.
 func (g *ledger) removeOld(svc, after *dataplane.Service) {
-	if svc == nil {
-		return
-	}
-	for _, sp := range svc.Ports {
-		family := ipfamily.Of(sp.Frontends[0].Key.Addr)
+	for sp := range svc.EachPort() {
+		family := sp.Family()
 		kept := portOf(after, sp.Name, family)
 		for i := range sp.Frontends {
 			if fe := g.frontends[sp.Frontends[i].Key]; fe != nil && fe.port.name == sp.Name && !kept.answers(fe.key) {
@@ -230,10 +227,7 @@ func (g *ledger) removeFrontend(fe *frontend) {
 
 // removeSeries removes the series of a Service's ports without frontends.
 func (g *ledger) removeSeries(svc *dataplane.Service) {
-	if svc == nil {
-		return
-	}
-	for _, sp := range svc.Ports {
+	for sp := range svc.EachPort() {
 		p := g.ports[sp.Name]
 		if p == nil || p.frontends > 0 {
 			continue
@@ -249,26 +243,16 @@ func (g *ledger) removeSeries(svc *dataplane.Service) {
 type servicePort struct{ *dataplane.ServicePort }
 
 func portOf(svc *dataplane.Service, name dataplane.PortName, family ipfamily.Family) servicePort {
-	if svc != nil {
-		for _, sp := range svc.Ports {
-			if sp.Name == name && ipfamily.Of(sp.Frontends[0].Key.Addr) == family {
-				return servicePort{sp}
-			}
+	for sp := range svc.EachPort() {
+		if sp.Name == name && sp.Family() == family {
+			return servicePort{sp}
 		}
 	}
 	return servicePort{}
 }
 
 func (sp servicePort) answers(k dataplane.Key) bool {
-	if sp.ServicePort == nil {
-		return false
-	}
-	_, found := slices.BinarySearchFunc(
-		sp.Frontends,
-		k,
-		func(f dataplane.Frontend, k dataplane.Key) int { return f.Key.Compare(k) },
-	)
-	return found
+	return sp.ServicePort != nil && sp.Frontend(k) != nil
 }
 
 // pool returns the endpoints of one of the port's pools.
@@ -286,16 +270,7 @@ func (sp servicePort) sticky() bool { return sp.ServicePort != nil && sp.Affinit
 
 // hasEndpoint reports whether an endpoint is in one of the port's pools.
 func (sp servicePort) hasEndpoint(ep netip.AddrPort) bool {
-	return containsEndpoint(sp.pool(false), ep) || containsEndpoint(sp.pool(true), ep)
-}
-
-func containsEndpoint(pool []dataplane.Endpoint, ep netip.AddrPort) bool {
-	_, found := slices.BinarySearchFunc(
-		pool,
-		ep,
-		func(e dataplane.Endpoint, ep netip.AddrPort) int { return e.Compare(ep) },
-	)
-	return found
+	return dataplane.HasEndpoint(sp.pool(false), ep) || dataplane.HasEndpoint(sp.pool(true), ep)
 }
 
 // updatePort updates a port in one family. Endpoints that it no longer has lose their series.
@@ -317,21 +292,18 @@ func (g *ledger) updatePort(p *port, family ipfamily.Family, sp *dataplane.Servi
 	}
 	renewed := was.sticky() != now.sticky() // the endpoints are counted elsewhere now
 	maps.DeleteFunc(p.members, func(m member, _ *last) bool {
-		return ipfamily.Of(m.endpoint.Addr()) == family && (renewed || !containsEndpoint(now.pool(m.local), m.endpoint))
+		return ipfamily.Of(m.endpoint.Addr()) == family && (renewed || !dataplane.HasEndpoint(now.pool(m.local), m.endpoint))
 	})
 }
 
 // addService adds a Service.
 func (g *ledger) addService(svc *dataplane.Service, moment uint64) {
-	if svc == nil {
-		return
-	}
-	for _, sp := range svc.Ports {
+	for sp := range svc.EachPort() {
 		var p *port
 		for i := range sp.Frontends {
 			p = g.addFrontend(sp, &sp.Frontends[i], moment)
 		}
-		g.updatePort(p, ipfamily.Of(sp.Frontends[0].Key.Addr), sp, moment)
+		g.updatePort(p, sp.Family(), sp, moment)
 	}
 }
 

@@ -45,11 +45,8 @@ func New(o Options) *Metrics {
 		reader:   newReader(&o),
 		begin:    time.Now(),
 	}
-	m.registry.MustRegister(
-		collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}),
-		collectors.NewGoCollector(),
-		&connections{m.reader, &o},
-	)
+	m.registry.MustRegister(collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}), collectors.NewGoCollector(),
+		together{connectionMetrics, (&connections{m.reader, &o}).send})
 	m.kube.register(m.registry, m.slis, &o, m.reader)
 	m.own.register(m.registry, &o)
 	return m

@@ -16,6 +16,9 @@ import (
 	"testing"
 	"time"
 
+	"github.com/verdict-proxy/verdict/internal/proxy/everywhere"
+	ledgerfiles "github.com/verdict-proxy/verdict/internal/proxy/ledger"
+	"github.com/verdict-proxy/verdict/internal/proxy/outlier"
 	"github.com/verdict-proxy/verdict/internal/system/ipfamily"
 
 	"github.com/prometheus/client_golang/prometheus/testutil/promlint"
@@ -97,7 +100,7 @@ func newWorld(o Options) *world {
 	o.Unscheduled = func() []reconcile.Quarantined { return nil }
 	if o.IPVS == nil {
 		w.ipvs = &fakeIPVS{
-			services:  map[dataplane.Key]IPVSCounts{},
+			services:  map[dataplane.Key]dataplane.SchedulerStatistics{},
 			endpoints: map[dataplane.Key]map[netip.AddrPort]IPVSEndpoint{},
 		}
 		o.IPVS = w.ipvs
@@ -105,13 +108,13 @@ func newWorld(o Options) *world {
 	o.Ready, o.Owns = func() bool { return true }, func() bool { return true }
 	o.HoldsLease = func() bool { return true }
 	o.SlowStarting = func() int { return 4 }
-	o.Ledger = func() Ledger { return Ledger{Records: 12, Missing: 3, Errors: 1, Bytes: 4096} }
-	o.Everywhere = func() Everywhere {
-		return Everywhere{Connected: true, Waiting: 2, Answers: map[string]uint64{"everywhere": 3}}
+	o.Ledger = func() ledgerfiles.Stats { return ledgerfiles.Stats{Records: 12, Missing: 3, Errors: 1, Bytes: 4096} }
+	o.Everywhere = func() everywhere.Stats {
+		return everywhere.Stats{Connected: true, Waiting: 2, Answers: map[string]uint64{"everywhere": 3}}
 	}
-	o.Outliers = func() Outliers {
-		return Outliers{Ejected: map[string]float64{"refused": 2}, Ejections: map[string]float64{"refused": 3},
-			Probes: map[string]float64{"silent": 4}, FlowsDeleted: 5, ReadFailures: 6}
+	o.Outliers = func() outlier.Stats {
+		return outlier.Stats{Ejected: [2]int{snapshot.Refused: 2}, Ejections: [2]uint64{snapshot.Refused: 3},
+			Probes: [4]uint64{outlier.Silent: 4}, FlowsDeleted: 5, ReadErrors: 6}
 	}
 	o.NodePorts = func() (int, int) { return 3, 1 }
 	o.Fill = func() []Fill {

@@ -5,8 +5,10 @@ import (
 	"net/netip"
 	"time"
 
+	"github.com/verdict-proxy/verdict/internal/proxy/everywhere"
+	ledgerfiles "github.com/verdict-proxy/verdict/internal/proxy/ledger"
+	"github.com/verdict-proxy/verdict/internal/proxy/outlier"
 	"github.com/verdict-proxy/verdict/internal/system/ipfamily"
-
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 	"github.com/verdict-proxy/verdict/sync/reconcile"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
@@ -79,11 +81,11 @@ type Options struct {
 	// LogDropped counts the lines that the log left out because there were too many.
 	LogDropped func() uint64
 	// Outliers tells of endpoints that do not answer or refuse.
-	Outliers func() Outliers
+	Outliers func() outlier.Stats
 	// Everywhere tells of the connection to the collector.
-	Everywhere func() Everywhere
+	Everywhere func() everywhere.Stats
 	// Ledger tells of the ledger of changes.
-	Ledger func() Ledger
+	Ledger func() ledgerfiles.Stats
 	// SlowStarting counts the endpoints that start slowly now.
 	SlowStarting func() int
 	// Counters reads what the kernel counts.
@@ -100,31 +102,6 @@ type Fill struct {
 	Set    string
 	// Size is how many elements it takes, 0 if there is no limit.
 	Elements, Size int
-}
-
-// Outliers counts endpoints that do not answer or refuse, and what was done about them.
-type Outliers struct {
-	// Ejected is how many endpoints are ejected now, Ejections how often one was, by cause.
-	Ejected, Ejections map[string]float64
-	// Probes counts probes of endpoints, by result.
-	Probes map[string]float64
-	// FlowsDeleted counts unanswered flows that were deleted, ReadFailures failed readings of the evidence.
-	FlowsDeleted, ReadFailures uint64
-}
-
-// Everywhere counts requests that ask whether all nodes have a change.
-type Everywhere struct {
-	Connected bool
-	// Waiting is how many wait, and Answers counts those that were answered by their outcome.
-	Waiting int
-	Answers map[string]uint64
-}
-
-// Ledger counts records of a ledger of changes: those written, and those that are missing in it; failures of the disk;
-// and the size of its files.
-type Ledger struct {
-	Records, Missing, Errors uint64
-	Bytes                    int64
 }
 
 // AffinityShare is how many entries of a family's set of remembered clients are a Service's.

@@ -1,45 +1,34 @@
 package metrics
 
-import "github.com/prometheus/client_golang/prometheus"
+import (
+	"github.com/prometheus/client_golang/prometheus"
 
-// outliers shows endpoints that do not answer or refuse.
-type outliers struct{ o *Options }
-
-var (
-	ejectedDesc = prometheus.NewDesc("verdict_endpoints_ejected",
-		"Endpoints that this node sends no new connections to, by cause: unanswered or refused.", []string{"cause"}, nil)
-	ejectionsDesc = prometheus.NewDesc("verdict_ejections_total",
-		"How often an endpoint was ejected, by cause.", []string{"cause"}, nil)
-	probesDesc = prometheus.NewDesc("verdict_probes_total",
-		"Probes of endpoints, by result: accepted, refused, silent, or failed to be sent.", []string{"result"}, nil)
-	unansweredDeletedDesc = prometheus.NewDesc("verdict_unanswered_flows_deleted_total",
-		"Flows that an unhealthy endpoint had not answered, and that were deleted so that they choose again.", nil, nil)
-	evidenceFailuresDesc = prometheus.NewDesc("verdict_evidence_read_failures_total",
-		"Failed readings of the endpoints that do not answer or refuse.", nil, nil)
+	"github.com/verdict-proxy/verdict/internal/proxy/outlier"
+	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
-func (outliers) Describe(ch chan<- *prometheus.Desc) {
-	for _, d := range []*prometheus.Desc{ejectedDesc, ejectionsDesc, probesDesc, unansweredDeletedDesc,
-		evidenceFailuresDesc} {
-		ch <- d
-	}
-}
+var (
+	ejectedMetric = scrapedGauge("verdict_endpoints_ejected",
+		"Endpoints that this node sends no new connections to, by cause: unanswered or refused.", "cause")
+	ejectionsMetric = scrapedCounter("verdict_ejections_total", "How often an endpoint was ejected, by cause.", "cause")
+	probesMetric    = scrapedCounter("verdict_probes_total",
+		"Probes of endpoints, by result: accepted, refused, silent, or failed to be sent.", "result")
+	unansweredDeletedMetric = scrapedCounter("verdict_unanswered_flows_deleted_total",
+		"Flows that an unhealthy endpoint had not answered, and that were deleted so that they choose again.")
+	evidenceFailuresMetric = scrapedCounter("verdict_evidence_read_failures_total",
+		"Failed readings of the endpoints that do not answer or refuse.")
+)
 
-func (c outliers) Collect(ch chan<- prometheus.Metric) {
-	now := c.o.Outliers()
-	for _, family := range []struct {
-		desc   *prometheus.Desc
-		kind   prometheus.ValueType
-		values map[string]float64
-	}{
-		{ejectedDesc, prometheus.GaugeValue, now.Ejected},
-		{ejectionsDesc, prometheus.CounterValue, now.Ejections},
-		{probesDesc, prometheus.CounterValue, now.Probes},
-	} {
-		for label, value := range family.values {
-			ch <- prometheus.MustNewConstMetric(family.desc, family.kind, value, label)
-		}
+// sendOutliers shows endpoints that do not answer or refuse.
+func (o *Options) sendOutliers(ch chan<- prometheus.Metric) {
+	now := o.Outliers()
+	for c := range now.Ejected {
+		ejectedMetric.put(ch, float64(now.Ejected[c]), snapshot.Cause(c).String())
+		ejectionsMetric.put(ch, float64(now.Ejections[c]), snapshot.Cause(c).String())
 	}
-	ch <- prometheus.MustNewConstMetric(unansweredDeletedDesc, prometheus.CounterValue, float64(now.FlowsDeleted))
-	ch <- prometheus.MustNewConstMetric(evidenceFailuresDesc, prometheus.CounterValue, float64(now.ReadFailures))
+	for result, n := range now.Probes {
+		probesMetric.put(ch, float64(n), outlier.Outcome(result).String())
+	}
+	unansweredDeletedMetric.put(ch, float64(now.FlowsDeleted))
+	evidenceFailuresMetric.put(ch, float64(now.ReadErrors))
 }

@@ -41,47 +41,29 @@ func (w *verdictMetrics) register(registry prometheus.Registerer, o *Options) {
 		prometheus.Labels{"version": o.Version, "goversion": runtime.Version()}, func() float64 { return 1 })
 	w.start = m.gauges("verdict_start_info",
 		"1, with what the start did to the tables as a label: adopted as they were, corrected, or written in full.", "how")
-	w.startDuration = m.gauge(
-		"verdict_start_duration_seconds",
-		"Time from the start until all Services were programmed; 0 until then.",
-	)
+	w.startDuration = m.gauge("verdict_start_duration_seconds",
+		"Time from the start until all Services were programmed; 0 until then.")
 	w.services = m.gauge("verdict_services", "Programmed Services.")
-	w.counted = m.gauges(
-		"verdict_counted_info",
+	w.counted = m.gauges("verdict_counted_info",
 		"1, with what the kernel counts within counterMemoryMiB: endpoints (and frontends), most-endpoints, "+
-			"frontends, most-frontends, or nothing.",
-		"counted",
-	)
-	w.transactions = m.counters(
-		"verdict_transactions_total",
+			"frontends, most-frontends, or nothing.", "counted")
+	w.transactions = m.counters("verdict_transactions_total",
 		"Transactions, by outcome: full (everything was rewritten), partial, adopted (there was "+
-			"nothing to write), failed.",
-		"outcome",
-	)
-	w.elements = m.counters(
-		"verdict_transaction_elements_total",
-		"Elements of maps and sets written, by change.",
-		"change",
-	)
+			"nothing to write), failed.", "outcome")
+	w.elements = m.counters("verdict_transaction_elements_total", "Elements of maps and sets written, by change.",
+		"change")
 	w.messages = m.counter("verdict_transaction_messages_total", "Netlink messages sent in transactions.")
 	w.bytes = m.counter("verdict_transaction_bytes_total", "Bytes sent in transactions.")
-	w.duration = m.histograms(
-		"verdict_transaction_duration_seconds",
+	w.duration = m.histograms("verdict_transaction_duration_seconds",
 		"Duration of a transaction, by phase: policy (deciding), plan (comparing), encode, commit (the kernel).",
-		phaseBuckets(),
-		"phase",
-	)
-	w.foreignChanges = m.counter(
-		"verdict_foreign_changes_total",
-		"Changes by other programs to Verdict's tables that were repaired.",
-	)
+		phaseBuckets(), "phase")
+	w.foreignChanges = m.counter("verdict_foreign_changes_total",
+		"Changes by other programs to Verdict's tables that were repaired.")
 	w.checkFailures = m.counter("verdict_foreign_check_failures_total", "Failed checks for changes by other programs.")
 	w.flowsJudged = m.counters("verdict_conntrack_flows_judged_total",
 		"Tracked UDP and SCTP flows that were examined after a change.", ipFamily)
-	w.lookFailures = m.counter(
-		"verdict_conntrack_look_failures_total",
-		"Failed reads of tracked flows, which were retried.",
-	)
+	w.lookFailures = m.counter("verdict_conntrack_look_failures_total",
+		"Failed reads of tracked flows, which were retried.")
 	w.readyz = m.counters("verdict_readyz_total", "Responses of /readyz, by HTTP status.", "code")
 	w.released = m.counters("verdict_connections_released_total",
 		"TCP connections to endpoints that are gone or dead that were released, so that their clients are reset.", "reason")
@@ -109,19 +91,16 @@ func (w *verdictMetrics) registerFuncs(m maker, o *Options) {
 			"open":    func() int { open, _ := o.NodePorts(); return open },
 			"failing": func() int { _, failing := o.NodePorts(); return failing },
 		} {
-			m.gaugeFunc(
-				"verdict_health_check_node_ports",
-				"Sockets of health check node ports, by state: open, or failing to open.",
-				prometheus.Labels{"state": state},
-				func() float64 { return float64(value()) },
-			)
+			m.gaugeFunc("verdict_health_check_node_ports",
+				"Sockets of health check node ports, by state: open, or failing to open.", prometheus.Labels{"state": state},
+				func() float64 { return float64(value()) })
 		}
 	}
 	if o.Quarantined != nil {
-		m.MustRegister(quarantine{o})
+		m.MustRegister(together{[]scraped{quarantinedMetric, quarantinedSinceMetric}, o.sendQuarantined})
 	}
 	if o.Progress != nil {
-		m.MustRegister(progress{o})
+		m.MustRegister(together{[]scraped{programmedVersionMetric, receivedVersionMetric, lagMetric}, o.sendProgress})
 	}
 	if o.Unscheduled != nil {
 		m.gaugeFunc("verdict_unscheduled_services",
@@ -134,7 +113,7 @@ func (w *verdictMetrics) registerFuncs(m maker, o *Options) {
 		}, func() float64 { return float64(o.LogDropped()) }))
 	}
 	if o.Conntrack != nil {
-		m.MustRegister(conntrack{o})
+		m.MustRegister(together{[]scraped{conntrackMetric, conntrackMostMetric}, o.sendConntrack})
 	}
 	registerCollectors(m, o)
 }
@@ -147,13 +126,16 @@ func registerCollectors(m maker, o *Options) {
 			nil, func() float64 { return float64(o.SlowStarting()) })
 	}
 	if o.Ledger != nil {
-		m.MustRegister(changes{o})
+		m.MustRegister(together{[]scraped{ledgerRecordsMetric, ledgerMissingMetric, ledgerErrorsMetric, ledgerBytesMetric},
+			o.sendLedger})
 	}
 	if o.Everywhere != nil {
-		m.MustRegister(everywhere{o})
+		m.MustRegister(together{[]scraped{everywhereConnectedMetric, everywhereWaitingMetric, everywhereAnswersMetric},
+			o.sendEverywhere})
 	}
 	if o.Outliers != nil {
-		m.MustRegister(outliers{o})
+		m.MustRegister(together{[]scraped{ejectedMetric, ejectionsMetric, probesMetric, unansweredDeletedMetric,
+			evidenceFailuresMetric}, o.sendOutliers})
 	}
 }
 
@@ -179,108 +161,68 @@ func (w *verdictMetrics) initSeries() {
 	}
 }
 
-// quarantine shows the Services that the kernel refuses: how many, and the first of them by name.
-type quarantine struct{ o *Options }
-
 // maxNamed bounds how many are shown by name.
 const maxNamed = 50
 
 var (
-	quarantinedDesc = prometheus.NewDesc("verdict_quarantined_services",
-		"Services that the kernel rejects; their last accepted version stays programmed.", nil, nil)
-	quarantinedSinceDesc = prometheus.NewDesc(
-		"verdict_quarantined_service_since_timestamp_seconds",
-		"When the kernel first rejected a Service; for the first 50 by name.",
-		[]string{"service_namespace", "service_name"},
-		nil,
-	)
+	quarantinedMetric = scrapedGauge("verdict_quarantined_services",
+		"Services that the kernel rejects; their last accepted version stays programmed.")
+	quarantinedSinceMetric = scrapedGauge("verdict_quarantined_service_since_timestamp_seconds",
+		"When the kernel first rejected a Service; for the first 50 by name.", "service_namespace", "service_name")
 )
 
-func (quarantine) Describe(ch chan<- *prometheus.Desc) {
-	ch <- quarantinedDesc
-	ch <- quarantinedSinceDesc
-}
-
-func (q quarantine) Collect(ch chan<- prometheus.Metric) {
-	list := q.o.Quarantined()
-	ch <- prometheus.MustNewConstMetric(quarantinedDesc, prometheus.GaugeValue, float64(len(list)))
+// sendQuarantined shows the Services that the kernel refuses: how many, and the first of them by name.
+func (o *Options) sendQuarantined(ch chan<- prometheus.Metric) {
+	list := o.Quarantined()
+	quarantinedMetric.put(ch, float64(len(list)))
 	for _, s := range list[:min(maxNamed, len(list))] {
-		ch <- prometheus.MustNewConstMetric(quarantinedSinceDesc, prometheus.GaugeValue, seconds(s.Since), s.Name.Namespace,
-			s.Name.Name)
+		quarantinedSinceMetric.put(ch, seconds(s.Since), s.Name.Namespace, s.Name.Name)
 	}
 }
 
-// progress shows up to which versions of the API's objects everything is programmed.
-type progress struct{ o *Options }
-
 var (
-	programmedVersionDesc = prometheus.NewDesc("verdict_programmed_resource_version",
-		"The resourceVersion up to which everything that the API server sent is programmed, or quarantined.",
-		[]string{"resource"}, nil)
-	receivedVersionDesc = prometheus.NewDesc("verdict_received_resource_version",
-		"The resourceVersion up to which the API server has sent everything.", []string{"resource"}, nil)
-	lagDesc = prometheus.NewDesc("verdict_programming_lag_seconds",
-		"Age of the oldest change that was received and is not programmed; 0 if there is none.", nil, nil)
+	programmedVersionMetric = scrapedGauge("verdict_programmed_resource_version",
+		"The resourceVersion up to which everything that the API server sent is programmed, or quarantined.", "resource")
+	receivedVersionMetric = scrapedGauge("verdict_received_resource_version",
+		"The resourceVersion up to which the API server has sent everything.", "resource")
+	lagMetric = scrapedGauge("verdict_programming_lag_seconds",
+		"Age of the oldest change that was received and is not programmed; 0 if there is none.")
 )
 
-func (progress) Describe(ch chan<- *prometheus.Desc) {
-	ch <- programmedVersionDesc
-	ch <- receivedVersionDesc
-	ch <- lagDesc
-}
-
-func (p progress) Collect(ch chan<- prometheus.Metric) {
-	is := p.o.Progress()
-	for _, v := range []struct {
-		desc     *prometheus.Desc
-		versions snapshot.Versions
-	}{{programmedVersionDesc, is.Programmed}, {receivedVersionDesc, is.Received}} {
-		collectVersion(ch, v.desc, "services", v.versions.Services)
-		collectVersion(ch, v.desc, "endpointslices", v.versions.Slices)
+// sendProgress shows up to which versions of the API's objects everything is programmed.
+func (o *Options) sendProgress(ch chan<- prometheus.Metric) {
+	is := o.Progress()
+	for m, versions := range map[scraped]snapshot.Versions{
+		programmedVersionMetric: is.Programmed, receivedVersionMetric: is.Received} {
+		m.putVersion(ch, "services", versions.Services)
+		m.putVersion(ch, "endpointslices", versions.Slices)
 	}
 	lag := 0.0
 	if !is.Since.IsZero() {
 		lag = max(0, time.Since(is.Since).Seconds())
 	}
-	ch <- prometheus.MustNewConstMetric(lagDesc, prometheus.GaugeValue, lag)
+	lagMetric.put(ch, lag)
 }
 
-// collectVersion shows a version, unless it is unknown or no number.
-func collectVersion(ch chan<- prometheus.Metric, desc *prometheus.Desc, resource string, v snapshot.Version) {
-	if !v.Ordered() {
-		return
+// putVersion shows a version, unless it is unknown or no number.
+func (s scraped) putVersion(ch chan<- prometheus.Metric, resource string, v snapshot.Version) {
+	if n, err := strconv.ParseFloat(string(v), 64); err == nil && v.Ordered() {
+		s.put(ch, n, resource)
 	}
-	n, err := strconv.ParseFloat(string(v), 64)
-	if err != nil {
-		return
-	}
-	ch <- prometheus.MustNewConstMetric(desc, prometheus.GaugeValue, n, resource)
 }
-
-// conntrack shows how full the kernel's connection tracking is.
-type conntrack struct{ o *Options }
 
 var (
-	conntrackDesc = prometheus.NewDesc(
-		"verdict_conntrack_entries",
-		"Connections that the kernel tracks, of all kinds.",
-		nil,
-		nil,
-	)
-	conntrackMostDesc = prometheus.NewDesc("verdict_conntrack_max_entries",
-		"Maximum number of tracked connections; beyond that the kernel drops packets.", nil, nil)
+	conntrackMetric     = scrapedGauge("verdict_conntrack_entries", "Connections that the kernel tracks, of all kinds.")
+	conntrackMostMetric = scrapedGauge("verdict_conntrack_max_entries",
+		"Maximum number of tracked connections; beyond that the kernel drops packets.")
 )
 
-func (conntrack) Describe(ch chan<- *prometheus.Desc) {
-	ch <- conntrackDesc
-	ch <- conntrackMostDesc
-}
-
-func (c conntrack) Collect(ch chan<- prometheus.Metric) {
-	entries, most, err := c.o.Conntrack()
+// sendConntrack shows how full the kernel's connection tracking is.
+func (o *Options) sendConntrack(ch chan<- prometheus.Metric) {
+	entries, most, err := o.Conntrack()
 	if err != nil { // the kernel has not loaded it
 		return
 	}
-	ch <- prometheus.MustNewConstMetric(conntrackDesc, prometheus.GaugeValue, float64(entries))
-	ch <- prometheus.MustNewConstMetric(conntrackMostDesc, prometheus.GaugeValue, float64(most))
+	conntrackMetric.put(ch, float64(entries))
+	conntrackMostMetric.put(ch, float64(most))
 }

@@ -142,10 +142,7 @@ type localCount struct{ internal, external int }
 // countLocal counts the ports of a Service for which there are endpoints, but none where policy Local looks for them,
 // and those whose node port answers at localhost.
 func (r *reader) countLocal(svc *dataplane.Service, by int) {
-	if svc == nil {
-		return
-	}
-	for _, sp := range svc.Ports {
+	for sp := range svc.EachPort() {
 		var internal, external, atLocalhost bool
 		for i := range sp.Frontends {
 			fe := &sp.Frontends[i]
@@ -156,7 +153,7 @@ func (r *reader) countLocal(svc *dataplane.Service, by int) {
 			internal = internal || fe.Kind == dataplane.ClusterIP
 			external = external || fe.Kind != dataplane.ClusterIP
 		}
-		family := ipfamily.Of(sp.Frontends[0].Key.Addr)
+		family := sp.Family()
 		if atLocalhost {
 			r.atLocalhost[family] += by
 		}

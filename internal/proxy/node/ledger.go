@@ -7,7 +7,6 @@ import (
 	"github.com/verdict-proxy/verdict/internal/proxy/backends"
 	"github.com/verdict-proxy/verdict/internal/proxy/config"
 	"github.com/verdict-proxy/verdict/internal/proxy/ledger"
-	"github.com/verdict-proxy/verdict/internal/proxy/metrics"
 	"github.com/verdict-proxy/verdict/internal/proxy/status"
 )
 
@@ -33,9 +32,4 @@ func ledgerEnd(w *ledger.Writer) func() status.Ledger {
 		s := w.Stats()
 		return status.Ledger{Record: s.Number, Digest: s.Sum, Missing: s.Missing, Error: s.Error, Dir: s.Dir}
 	}
-}
-
-// ledgerMetrics converts what a ledger counts.
-func ledgerMetrics(s ledger.Stats) metrics.Ledger {
-	return metrics.Ledger{Records: s.Records, Missing: s.Missing, Errors: s.Errors, Bytes: s.Bytes}
 }

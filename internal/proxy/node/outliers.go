@@ -7,7 +7,6 @@ import (
 
 	"github.com/verdict-proxy/verdict/internal/proxy/backends"
 	"github.com/verdict-proxy/verdict/internal/proxy/conntrack"
-	"github.com/verdict-proxy/verdict/internal/proxy/metrics"
 	"github.com/verdict-proxy/verdict/internal/proxy/outlier"
 	"github.com/verdict-proxy/verdict/internal/proxy/status"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
@@ -75,18 +74,4 @@ func (o *outliers) ejected() (list []status.EjectedEndpoint) {
 		}
 	}
 	return list
-}
-
-// outlierMetrics names the counts.
-func outlierMetrics(s outlier.Stats) metrics.Outliers {
-	m := metrics.Outliers{Ejected: map[string]float64{}, Ejections: map[string]float64{}, Probes: map[string]float64{},
-		FlowsDeleted: s.FlowsDeleted, ReadFailures: s.ReadErrors}
-	for c := range s.Ejected {
-		name := snapshot.Cause(c).String()
-		m.Ejected[name], m.Ejections[name] = float64(s.Ejected[c]), float64(s.Ejections[c])
-	}
-	for o, n := range s.Probes {
-		m.Probes[outlier.Outcome(o).String()] = float64(n)
-	}
-	return m
 }

@@ -131,20 +131,17 @@ func newTelemetry(n *Node, queue *snapshot.Queue, loop *reconcile.Loop, found *o
 		Fill:       n.Backend.Fill, AffinityShares: n.Backend.AffinityShares, Owns: n.Backend.Owns, IPVS: n.Backend.IPVS,
 	}
 	if t.everywhere = v.everywhere.agent(n, t.status); t.everywhere != nil {
-		o.Everywhere = func() metrics.Everywhere {
-			s := t.everywhere.Stats()
-			return metrics.Everywhere{Connected: s.Connected, Waiting: s.Waiting, Answers: s.Answers}
-		}
+		o.Everywhere = t.everywhere.Stats
 	}
 	if t.ledger != nil {
 		if n.Backend.OnSent != nil {
 			n.Backend.OnSent(t.ledger.Sent)
 		}
-		o.Ledger = func() metrics.Ledger { return ledgerMetrics(n.Ledger.Stats()) }
+		o.Ledger = n.Ledger.Stats
 	}
 	o.SlowStarting = func() int { return countStarting(loop.Starting()) }
 	if found != nil {
-		o.Outliers = func() metrics.Outliers { return outlierMetrics(found.Stats()) }
+		o.Outliers = found.Stats
 	}
 	if v.metrics != "" && n.Backend.Counters != nil {
 		if t.counters, err = n.Backend.Counters(); err != nil {

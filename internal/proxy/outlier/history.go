@@ -1,6 +1,7 @@
 package outlier
 
 import (
+	"maps"
 	"math"
 	"net/netip"
 	"time"
@@ -79,11 +80,7 @@ func (h *history) observe(now time.Time, answers []dataplane.Answer) {
 			p.pause = max(p.pause, now.Sub(p.last))
 		}
 	}
-	for e, p := range h.of {
-		if p.round != h.round {
-			delete(h.of, e)
-		}
-	}
+	maps.DeleteFunc(h.of, func(_ netip.AddrPort, p *past) bool { return p.round != h.round })
 }
 
 func (p *past) slot(now time.Time) *slot {

@@ -24,10 +24,7 @@ func watches(sp *dataplane.ServicePort) bool {
 
 // eachPort calls do for each port of a Service that is looked after. The Service may be nil.
 func eachPort(svc *dataplane.Service, do func(*dataplane.ServicePort)) {
-	if svc == nil {
-		return
-	}
-	for _, sp := range svc.Ports {
+	for sp := range svc.EachPort() {
 		if watches(sp) {
 			do(sp)
 		}
@@ -54,7 +51,7 @@ func pools(sp *dataplane.ServicePort) [2]*dataplane.Pool {
 func (s *services) hasFrontend(name snapshot.Name, k dataplane.Key) bool {
 	svc := s.byName[name]
 	return svc != nil && slices.ContainsFunc(svc.Ports, func(sp *dataplane.ServicePort) bool {
-		return watches(sp) && hasFrontend([]*dataplane.ServicePort{sp}, k)
+		return watches(sp) && sp.Frontend(k) != nil
 	})
 }
 
@@ -161,18 +158,10 @@ func (d *Detector) health(name snapshot.Name) *snapshot.Health {
 	return &h
 }
 
-// ejected says whether a pool has an endpoint that it does not use.
-func ejected(p *dataplane.Pool, e netip.AddrPort) bool {
-	_, found := slices.BinarySearchFunc(p.Ejected, e, func(u snapshot.Unhealthy, e netip.AddrPort) int {
-		return u.Endpoint.Compare(e)
-	})
-	return found
-}
-
 // ejected says whether the endpoint is ejected from a pool of the Service.
 func (t *track) ejected() bool {
 	return slices.ContainsFunc(t.ports, func(sp *dataplane.ServicePort) bool {
-		return ejected(sp.Cluster, t.endpoint) || ejected(sp.Local, t.endpoint)
+		return sp.Cluster.Ejects(t.endpoint) || sp.Local.Ejects(t.endpoint)
 	})
 }
 
@@ -188,7 +177,7 @@ func (d *Detector) flushable(t *track) (ports []*dataplane.ServicePort) {
 }
 
 func (d *Detector) flushablePool(p *dataplane.Pool, t *track) bool {
-	if ejected(p, t.endpoint) {
+	if p.Ejects(t.endpoint) {
 		return true
 	}
 	has, healthy := false, false
@@ -205,13 +194,5 @@ func (d *Detector) flushablePool(p *dataplane.Pool, t *track) bool {
 
 // hasFrontend says whether a frontend is one of these ports'.
 func hasFrontend(ports []*dataplane.ServicePort, k dataplane.Key) bool {
-	for _, sp := range ports {
-		_, found := slices.BinarySearchFunc(sp.Frontends, k, func(f dataplane.Frontend, k dataplane.Key) int {
-			return f.Key.Compare(k)
-		})
-		if found {
-			return true
-		}
-	}
-	return false
+	return slices.ContainsFunc(ports, func(sp *dataplane.ServicePort) bool { return sp.Frontend(k) != nil })
 }

@@ -188,3 +188,16 @@ type ServiceDigest struct {
 	Digest  Digest    `json:"digest"`
 	Since   time.Time `json:"since"`
 }
+
+// SlowStarts lists the endpoints that start slowly, by Service, sorted.
+type SlowStarts struct {
+	Services []StartingService `json:"services"`
+	// Truncated says that there are more.
+	Truncated bool `json:"truncated,omitempty"`
+}
+
+// StartingService is a Service of which some endpoints start slowly.
+type StartingService struct {
+	Service   string                      `json:"service"`
+	Endpoints []snapshot.StartingEndpoint `json:"endpoints"`
+}

@@ -29,8 +29,7 @@ var proxyChains = map[string][]string{
 var serviceChain = regexp.MustCompile(`^KUBE-(SVC|SVL|SEP|EXT|FW|XLB)-[A-Z2-7]{16}$`)
 
 var treeChain = regexp.MustCompile(
-	`^KUBE-(SVC|EXT|CIP)-([0-9a-f]{16}|[0-9a-f.:/]+/[0-9]+(-[a-z]+)?(-[0-9]+-[0-9]+)?|[a-z]+(-[0-9]+-[0-9]+)?)$`,
-)
+	`^KUBE-(SVC|EXT|CIP)-([0-9a-f]{16}|[0-9a-f.:/]+/[0-9]+(-[a-z]+)?(-[0-9]+-[0-9]+)?|[a-z]+(-[0-9]+-[0-9]+)?)$`)
 
 // onlyIPVS are the chains that kube-proxy has only in IPVS mode.
 var onlyIPVS = map[string]bool{"KUBE-NODE-PORT": true, "KUBE-LOAD-BALANCER": true, "KUBE-SOURCE-RANGES-FIREWALL": true,

@@ -145,12 +145,7 @@ func (r *Runner) warnRunning(f leftovers) {
 	r.warned = true
 	r.Log.Warn(
 		"kube-proxy is running on this node and writes its rules again: remove its DaemonSet. No connection is lost, "+
-			"but both proxies do the work",
-		"pids",
-		fmt.Sprint(f.Running()),
-		"what",
-		strings.Join(f.Summary(), "; "),
-	)
+			"but both proxies do the work", "pids", fmt.Sprint(f.Running()), "what", strings.Join(f.Summary(), "; "))
 }
 
 func (r *Runner) remove(ctx context.Context, f leftovers) {
@@ -173,11 +168,7 @@ func (r *Runner) remove(ctx context.Context, f leftovers) {
 	case !r.draining:
 		r.Log.Info(
 			"connections still use kube-proxy's IPVS virtual services, which are removed once the connections have ended",
-			"connections",
-			drains,
-			"what",
-			what,
-		)
+			"connections", drains, "what", what)
 	}
 	r.draining = drains > 0
 	if len(f.Running()) > 0 {

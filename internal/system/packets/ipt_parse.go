@@ -430,10 +430,5 @@ func parseProbability(s string) (Chance, error) {
 
 // Has reports whether there is a chain, in one family at least.
 func (c *Chains) Has(table, chain string) bool {
-	for _, tables := range c.tables {
-		if tables[table][chain] != nil {
-			return true
-		}
-	}
-	return false
+	return c.tables[0][table][chain] != nil || c.tables[1][table][chain] != nil
 }

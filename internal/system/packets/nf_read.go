@@ -7,6 +7,7 @@ import (
 	"errors"
 	"fmt"
 	"hash"
+	"maps"
 	"slices"
 	"time"
 
@@ -254,12 +255,7 @@ func (r *reader) chains(t *nfTable) error {
 }
 
 func sortedBy[T any](m map[string]T, name func(T) string) []T {
-	list := make([]T, 0, len(m))
-	for _, v := range m {
-		list = append(list, v)
-	}
-	slices.SortFunc(list, func(a, b T) int { return cmp.Compare(name(a), name(b)) })
-	return list
+	return slices.SortedFunc(maps.Values(m), func(a, b T) int { return cmp.Compare(name(a), name(b)) })
 }
 
 func (r *reader) sets(t *nfTable) error {
