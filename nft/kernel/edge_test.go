@@ -2,6 +2,7 @@ package kernel
 
 import (
 	"net/netip"
+	"sync"
 	"testing"
 	"time"
 
@@ -56,14 +57,16 @@ func TestPing(t *testing.T) {
 			c, s := edge(t, test.state, func(_ *lab.Cluster, svc *snapshot.Service) {
 				svc.SourceRanges, svc.ExternalLocal = test.sources, test.external
 			})
+			var wg sync.WaitGroup // most get no answer
 			for _, f := range ipfamily.All {
 				for _, o := range origins(c) {
-					checkPing(t, c, s, f, o, dataplane.ClusterIP, test.cluster)
 					outside := o.host == c.Outside || o.host == c.Node2
-					checkPing(t, c, s, f, o, dataplane.LoadBalancerIP, test.balanced && outside)
-					checkPing(t, c, s, f, o, dataplane.ExternalIP, false)
+					wg.Go(func() { checkPing(t, c, s, f, o, dataplane.ClusterIP, test.cluster) })
+					wg.Go(func() { checkPing(t, c, s, f, o, dataplane.LoadBalancerIP, test.balanced && outside) })
+					wg.Go(func() { checkPing(t, c, s, f, o, dataplane.ExternalIP, false) })
 				}
 			}
+			wg.Wait()
 		})
 	}
 }
@@ -115,11 +118,13 @@ func unusedBalancerPort(t *testing.T, own bool, protocols []snapshot.Protocol) {
 			labtest.Check(t, err)
 		}
 	}
+	var wg sync.WaitGroup // many get no answer
 	check := func(o origin, p snapshot.Protocol, to netip.Addr, port uint16, want lab.Outcome) {
-		t.Helper()
-		if r := dialAsExpected(o.host, p, netip.AddrPortFrom(to, port), want); r.Outcome != want {
-			t.Errorf("%s -> %s:%d/%s: %v; want %v", o.name, to, port, p, r, want)
-		}
+		wg.Go(func() {
+			if r := dialAsExpected(o.host, p, netip.AddrPortFrom(to, port), want); r.Outcome != want {
+				t.Errorf("%s -> %s:%d/%s: %v; want %v", o.name, to, port, p, r, want)
+			}
+		})
 	}
 	for _, f := range ipfamily.All {
 		for _, o := range origins(c) {
@@ -137,6 +142,7 @@ func unusedBalancerPort(t *testing.T, own bool, protocols []snapshot.Protocol) {
 					check(o, p, c.Node2.IP(f), 9999, other)
 				}
 			}
+			wg.Wait()
 		}
 	}
 }

@@ -313,31 +313,38 @@ func TestRefusalsUnderLoad(t *testing.T) {
 	// Hosts of the lab send as many errors as they like; these are the kernel's defaults.
 	labtest.Check(t, l.Node.Sysctl("net/ipv4/icmp_ratemask", "6168"))
 	labtest.Check(t, l.Node.Sysctl("net/ipv6/icmp/ratelimit", "1000"))
+	var families sync.WaitGroup // whose errors the kernel counts apart
 	for _, f := range ipfamily.All {
-		for _, from := range []*lab.Host{l.Pods[2], l.Outside, l.Node} {
-			at := l.service.frontendOf(l.Cluster, dataplane.ClusterIP, f)
-			if from == l.Outside {
-				at = l.service.frontendOf(l.Cluster, dataplane.NodePort, f)
-			}
-			for _, to := range []netip.AddrPort{at, netip.AddrPortFrom(
-				l.service.frontendOf(l.Cluster, dataplane.ClusterIP, f).Addr(), 9)} {
-				var wg sync.WaitGroup
-				for range 300 {
-					wg.Go(func() {
-						r := from.Dial(snapshot.TCP, to, lab.Options{Timeout: 5 * time.Second})
-						if !errors.Is(r.Err, unix.ECONNREFUSED) || r.Latency > 900*time.Millisecond {
-							t.Errorf("%s to %v: %v after %v", from.Name, to, r, r.Latency)
-						}
-					})
-					time.Sleep(10 * time.Millisecond)
+		families.Go(func() {
+			for _, from := range []*lab.Host{l.Pods[2], l.Outside, l.Node} {
+				at := l.service.frontendOf(l.Cluster, dataplane.ClusterIP, f)
+				if from == l.Outside {
+					at = l.service.frontendOf(l.Cluster, dataplane.NodePort, f)
 				}
-				wg.Wait()
+				refusedAtOnce(t, from, at)
+				refusedAtOnce(t, from, netip.AddrPortFrom(l.service.frontendOf(l.Cluster, dataplane.ClusterIP, f).Addr(), 9))
 			}
-		}
+		})
 	}
+	families.Wait()
 	if got := l.read(t); len(got) > 0 {
 		t.Errorf("refusals without an endpoint are evidence: %v", got)
 	}
+}
+
+// refusedAtOnce has 300 clients come, 100 a second.
+func refusedAtOnce(t *testing.T, from *lab.Host, to netip.AddrPort) {
+	var wg sync.WaitGroup
+	for range 300 {
+		wg.Go(func() {
+			r := from.Dial(snapshot.TCP, to, lab.Options{Timeout: 5 * time.Second})
+			if !errors.Is(r.Err, unix.ECONNREFUSED) || r.Latency > 900*time.Millisecond {
+				t.Errorf("%s to %v: %v after %v", from.Name, to, r, r.Latency)
+			}
+		})
+		time.Sleep(10 * time.Millisecond)
+	}
+	wg.Wait()
 }
 
 // TestAnswers: who accepts a connection is known with the time of the last one; who refuses or does not answer is not.

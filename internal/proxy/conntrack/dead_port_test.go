@@ -94,6 +94,7 @@ func (p *proxied) knock(proto snapshot.Protocol, timeout time.Duration) map[stri
 // TestPortsLive: clients try to connect while no tables of ours are there, and time out. Once the tables are there,
 // each is answered at its next try from the same port.
 func TestPortsLive(t *testing.T) {
+	t.Parallel()
 	deleted := "nft delete table ip verdict && nft delete table ip6 verdict"
 	emptied := "nft flush map ip verdict services && nft flush map ip6 verdict services"
 	flushed := "for i in iptables ip6tables; do $i -t nat -F && $i -t nat -X; done"
@@ -109,6 +110,7 @@ func TestPortsLive(t *testing.T) {
 	} {
 		for _, proto := range []snapshot.Protocol{snapshot.TCP, snapshot.UDP} {
 			t.Run(test.what+"/"+proto.String(), func(t *testing.T) {
+				t.Parallel() // most of it is waiting for silence
 				p := newProxied(t)
 				labtest.Run(t, p.Node, keepsTracking, "nft", "-f", "-")
 				if test.iptables {

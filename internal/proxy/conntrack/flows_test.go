@@ -254,6 +254,7 @@ func TestServiceGone(t *testing.T) {
 
 // TestBeforeTheFirst: a client that sends before the Service exists gets no answer until the Service has endpoints.
 func TestBeforeTheFirst(t *testing.T) {
+	t.Parallel()
 	p := newProxied(t)
 	for i, cl := range p.clients() {
 		if cl.from == p.Node && cl.to.Addr() == p.Node.IP(ipfamily.Of(cl.to.Addr())) || cl.to.Addr().IsLoopback() {
@@ -285,6 +286,7 @@ func TestBeforeTheFirst(t *testing.T) {
 // TestBeforeTheFirstTCP: a client's first SYN comes before the Service exists. The next ones from the same port are
 // lost until the look, and then answered.
 func TestBeforeTheFirstTCP(t *testing.T) {
+	t.Parallel()
 	p := newProxied(t)
 	lost := 0
 	for i, cl := range p.clients() {
@@ -435,6 +437,7 @@ func TestSCTP(t *testing.T) {
 
 // TestRun runs the Cleaner in real time, with clients that never stop sending while endpoints come and go.
 func TestRun(t *testing.T) {
+	t.Parallel()
 	p := newProxied(t)
 	told := make(chan SweepResult, 100)
 	p.restart(func(l SweepResult) { told <- l })

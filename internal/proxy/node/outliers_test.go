@@ -181,9 +181,11 @@ func (n *shopNode) returns(name string) {
 // TestDeadEndpoint: all clients that choose a dead endpoint are connected by one of their next retransmissions, the
 // second one unless the machine is busy. Later ones are not sent there. It is used again when it answers.
 func TestDeadEndpoint(t *testing.T) {
+	t.Parallel() // as others of this file that mostly wait
 	for _, endpoints := range []int{2, 4} {
 		for _, f := range lab.Families() {
 			t.Run(fmt.Sprint(endpoints, " endpoints, ", f), func(t *testing.T) {
+				t.Parallel()
 				n := newShopNode(t, endpoints, "on")
 				stop := n.warm(f)
 				n.firewall(n.RemotePods[0], "meta l4proto tcp drop")
@@ -212,6 +214,7 @@ func TestDeadEndpoint(t *testing.T) {
 
 // TestRefusingEndpoint: an endpoint that refuses is ejected, and no client sees a refusal.
 func TestRefusingEndpoint(t *testing.T) {
+	t.Parallel()
 	n := newShopNode(t, 4, "on")
 	defer n.warm(ipfamily.IPv4)()
 	labtest.Check(t, n.servers[0].Close())
@@ -228,8 +231,10 @@ func TestRefusingEndpoint(t *testing.T) {
 // TestUnknownEndpoint: an endpoint that never answered may be there for others only. It stays, and each client that
 // chooses it is sent elsewhere with one of its next retransmissions.
 func TestUnknownEndpoint(t *testing.T) {
+	t.Parallel()
 	for _, f := range lab.Families() {
 		t.Run(f.String(), func(t *testing.T) {
+			t.Parallel()
 			n := newShopNode(t, 4, "on")
 			n.firewall(n.RemotePods[0], "meta l4proto tcp drop")
 			for range 3 {
@@ -248,6 +253,7 @@ func TestUnknownEndpoint(t *testing.T) {
 
 // TestLastEndpointStays: the only endpoint is never ejected.
 func TestLastEndpointStays(t *testing.T) {
+	t.Parallel()
 	n := newShopNode(t, 1, "on")
 	n.warm(ipfamily.IPv4)()
 	n.firewall(n.RemotePods[0], "meta l4proto tcp drop")
@@ -266,6 +272,7 @@ func TestLastEndpointStays(t *testing.T) {
 
 // TestObservedEndpoint: with observe, a dead endpoint stays in use.
 func TestObservedEndpoint(t *testing.T) {
+	t.Parallel()
 	n := newShopNode(t, 2, "observe")
 	n.warm(ipfamily.IPv4)()
 	n.firewall(n.RemotePods[0], "meta l4proto tcp drop")

@@ -18,6 +18,7 @@ import (
 // TestReleaseOfEjected: an endpoint dies, and its slice never changes. New connections have it ejected; held ones are
 // reset soon after they send. Those of the other endpoint go on.
 func TestReleaseOfEjected(t *testing.T) {
+	t.Parallel()
 	n := newShopNode(t, 2, "on")
 	for _, f := range lab.Families() {
 		defer n.warm(f)()
