@@ -67,8 +67,7 @@ func TestExplainAgreesWithCompute(t *testing.T) {
 	expectAll(t, left, notScheduledTexts[:])
 }
 
-// expectAll names the values that random clusters never met: nothing decides them, or it takes more rounds. A value
-// without a name is an error, too.
+// expectAll names the values that random clusters never met, and those without a name.
 func expectAll[V ~uint8](t *testing.T, met map[V]int, names []string) {
 	t.Helper()
 	for v := range V(max(len(names), 1+int(slices.Max(slices.Collect(maps.Keys(met)))))) {
@@ -76,7 +75,7 @@ func expectAll[V ~uint8](t *testing.T, met map[V]int, names []string) {
 		case int(v) >= len(names):
 			t.Errorf("%T %d has no name", v, v)
 		case met[v] == 0:
-			t.Errorf("no random cluster meets %T %d, %q", v, v, names[v])
+			t.Errorf("no random cluster meets %T %d, %q: nothing decides it, or more rounds are needed", v, v, names[v])
 		}
 	}
 }
