@@ -297,7 +297,8 @@ func (c *portCompiler) external(frontends []*dataplane.Frontend) {
 	}
 }
 
-// externalRow writes the row of a frontend other than a node port, and says whether it leads to the firewall chain.
+// externalRow writes the row of a frontend with an address of its own, and says whether it leads to the firewall chain.
+// It writes nothing for other kinds: nodePorts writes those of node ports.
 func (c *portCompiler) externalRow(f *dataplane.Frontend) (firewalled bool) {
 	switch {
 	case f.Kind == dataplane.ExternalIP:

@@ -1,6 +1,7 @@
 package dataplane
 
 import (
+	"maps"
 	"math/rand/v2"
 	"net/netip"
 	"slices"
@@ -60,10 +61,22 @@ func TestExplainAgreesWithCompute(t *testing.T) {
 			}
 		}
 	}
-	if len(causes) != len(causeNames) || len(reasons) != len(reasonNames) || len(sees) != len(sourceSeenNames) ||
-		len(left) != len(notScheduledTexts) {
-		t.Errorf("the walk does not meet everything: causes %v, reasons %v, sources seen %v, left by IPVS %v", causes,
-			reasons, sees, left)
+	expectAll(t, causes, causeNames[:])
+	expectAll(t, reasons, reasonNames[:])
+	expectAll(t, sees, sourceSeenNames[:])
+	expectAll(t, left, notScheduledTexts[:])
+}
+
+// expectAll names the values that random clusters never met, and those without a name.
+func expectAll[V ~uint8](t *testing.T, met map[V]int, names []string) {
+	t.Helper()
+	for v := range V(max(len(names), 1+int(slices.Max(slices.Collect(maps.Keys(met)))))) {
+		switch {
+		case int(v) >= len(names):
+			t.Errorf("%T %d has no name", v, v)
+		case met[v] == 0:
+			t.Errorf("no random cluster meets %T %d, %q: nothing decides it, or more rounds are needed", v, v, names[v])
+		}
 	}
 }
 

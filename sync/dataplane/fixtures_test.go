@@ -181,7 +181,7 @@ func checkFrontend(t *testing.T, sp *ServicePort, f *Frontend) {
 		}
 	}
 	if len(f.Routes) == 0 || f.Sources != nil && (f.Kind != LoadBalancerIP || len(f.Sources) == 0) {
-		t.Fatalf("%v: %+v", sp.Name, f)
+		t.Fatalf("%v: no routes, or sources that a %v cannot have: %+v", sp.Name, f.Kind, f)
 	}
 	for i, r := range f.Sources {
 		for _, o := range f.Sources[i+1:] {

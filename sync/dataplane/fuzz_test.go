@@ -434,8 +434,8 @@ func TestWalkMeetsConflicts(t *testing.T) {
 	}
 	if conflicts < 100 || older < 50 || droppedPools < 20 || sources < 100 || len(noted) != 3 || ejected < 10 ||
 		retried < 10 {
-		t.Errorf("conflicts %d, by age %d, drops %d, sources %d, routes %v, ejected %d, retried %d", conflicts, older,
-			droppedPools, sources, noted, ejected, retried)
+		t.Errorf("more rounds are needed: conflicts %d of 100, by age %d of 50, drops %d of 20, sources %d of 100, "+
+			"routes %v, ejected %d of 10, retried %d of 10", conflicts, older, droppedPools, sources, noted, ejected, retried)
 	}
 }
 

@@ -233,7 +233,7 @@ func TestTrafficMatrix(t *testing.T) {
 			}
 		}
 	}
-	if want := 4 * 8 * 4 * len(endpointSets) * 2 * 4 * len(clients); asked != want || len(different) < 12 {
+	if want := 4 * 8 * 4 * len(endpointSets) * 2 * len(frontendKeys) * len(clients); asked != want || len(different) < 12 {
 		t.Errorf("asked %d questions of %d, %d different answers: this is not the matrix", asked, want, len(different))
 	}
 }

@@ -39,7 +39,7 @@ func annotated(in string, values map[string]string) *corev1.Service {
 // TestAnnotationDomains: the domain and its alias are the same for every annotation.
 func TestAnnotationDomains(t *testing.T) {
 	if got := slices.Sorted(maps.Keys(goodAnnotations)); !slices.Equal(got, annotationNames["Service"]) {
-		t.Fatalf("this test knows %v", got)
+		t.Fatalf("goodAnnotations has %v, annotationNames %v, which must be sorted", got, annotationNames["Service"])
 	}
 	c := &converter{}
 	without, _ := c.service(apiService(), nil)
@@ -69,8 +69,7 @@ func TestUnknownAnnotations(t *testing.T) {
 		t.Errorf("%+v", got)
 	}
 	ignored := "ignored, as a Service has no annotation of this name: "
-	all := "its annotations are counters, drain, external-failover, scheduler, second-chance, slow-start, weights, " +
-		"zone-demand, zones"
+	all := "its annotations are " + strings.Join(annotationNames["Service"], ", ")
 	want := []string{
 		"Service default/web: metadata.annotations[verdict-proxy.github.io/Slow-Start]: " + ignored +
 			`did you mean "slow-start"?`,
@@ -99,7 +98,11 @@ func TestUnknownAnnotations(t *testing.T) {
 // TestWrongAnnotationFallsBackAlone: a wrong value leaves the one annotation what it was, and everything else of the
 // same edit counts. Where nothing was before, the default counts.
 func TestWrongAnnotationFallsBackAlone(t *testing.T) {
-	for name, wrong := range wrongAnnotations {
+	for name := range goodAnnotations {
+		wrong := wrongAnnotations[name]
+		if wrong == "" {
+			t.Fatalf("wrongAnnotations has no value for %s", name)
+		}
 		var reported []error
 		st := newStore((&converter{}).service, sameService, func(err error) { reported = append(reported, err) }, func() {})
 		st.put = func(map[snapshot.Name]*snapshot.Service) {}

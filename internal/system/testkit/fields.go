@@ -30,7 +30,7 @@ func Compares[T any](t testing.TB, same func(a, b *T) bool, except ...string) {
 		}
 		switch equal := same(a, b); {
 		case n < 0 && equal:
-			t.Errorf("%T: %s is not compared", *a, field)
+			t.Errorf("%T: a change of %s makes no difference", *a, field)
 		case n >= 0 && !equal:
 			t.Errorf("%T: %s is compared, but named as an exception", *a, field)
 		}
