@@ -93,17 +93,8 @@ func (t *transition) port(old, want *port) *port {
 		}
 	}
 	next.frontends = t.frontends(old.frontends, want.frontends)
-	defer func() { // what goes with the last frontend that leads to it leaves less room for others
-		for i := range old.pools {
-			if len(next.frontends) == 0 || !next.pools[i].used {
-				t.room -= len(old.pools[i].slots)
-			}
-		}
-	}()
-	if len(next.frontends) == 0 {
-		return nil
-	}
-	if changes { // otherwise all frontends stay as they are, since no element may change twice in a transaction
+	// Without changes, all frontends stay as they are, since no element may change twice in a transaction.
+	if changes && len(next.frontends) > 0 {
 		next.crowded = len(next.frontends) > directFrontends
 		next.timeout, next.counting, next.local, next.pools = want.timeout, want.counting, want.local, want.pools
 		for i := range next.pools {
@@ -117,9 +108,13 @@ func (t *transition) port(old, want *port) *port {
 	}
 	next.markUsed()
 	for i := range next.pools {
-		if !next.pools[i].used {
+		if !next.pools[i].used { // what goes with the last frontend that leads to it leaves less room for others
+			t.room -= len(old.pools[i].slots)
 			next.pools[i] = pool{}
 		}
+	}
+	if len(next.frontends) == 0 {
+		return nil
 	}
 	return &next
 }

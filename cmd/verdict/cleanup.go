@@ -20,8 +20,11 @@ import (
 	"github.com/verdict-proxy/verdict/nft/kernel"
 )
 
+// cleanupOptions are what the command line of cleanup says.
+type cleanupOptions struct{ stop, stay, json bool }
+
 func newCleanup() *cobra.Command {
-	var stop, stay, asJSON bool
+	var o cleanupOptions
 	cmd := &cobra.Command{
 		Use:   "cleanup",
 		Short: "Remove everything that Verdict wrote on this node",
@@ -41,43 +44,52 @@ Cleanup refuses while "verdict run" runs in the same network namespace. With --s
 process first.`,
 		Args: noArgs(""),
 		RunE: func(cmd *cobra.Command, _ []string) error {
-			if err := checkHolder(cmd.ErrOrStderr(), stop); err != nil {
-				return err
-			}
-			log := slog.New(slog.NewTextHandler(cmd.ErrOrStderr(), &slog.HandlerOptions{Level: slog.LevelWarn}))
-			// So long that a proxy which does not hear has been ended meanwhile.
-			lease := keeper.Lease{
-				Name: node.LeaseName, OwnsTables: kernel.OwnsTables, Log: log, HandOverTimeout: 30 * time.Second,
-			}
-			var removed []string
-			err := lease.Evict(cmd.Context(), func(ctx context.Context, socket *os.File) error {
-				var err error
-				removed, err = backends.Remove(ctx, backends.RemoveOptions{Socket: socket, Log: log})
-				for _, what := range removed {
-					fmt.Fprintln(cmd.ErrOrStderr(), "verdict: removed", what)
-				}
-				return err
-			})
-			switch {
-			case err == nil && len(removed) == 0:
-				fmt.Fprintln(cmd.ErrOrStderr(), "verdict: there is nothing to remove")
-			case err == nil:
-				warnNoRules(cmd.Context(), cmd.ErrOrStderr())
-			}
-			if asJSON {
-				err = errors.Join(err, inspect.Show(cmd.OutOrStdout(), true, cleanedUp{removed}, nil))
-			}
-			if err == nil && stay {
-				fmt.Fprintln(cmd.ErrOrStderr(), "verdict: done; waiting to be stopped")
-				stayUntilStopped(cmd.Context())
-			}
-			return err
+			return o.run(cmd.Context(), cmd.OutOrStdout(), cmd.ErrOrStderr())
 		},
 	}
-	addJSON(cmd.Flags(), &asJSON, "print JSON: what was removed")
-	cmd.Flags().BoolVar(&stop, "stop", false, `stop "verdict run" first, if it is running here`)
-	cmd.Flags().BoolVar(&stay, "stay", false, "when done, wait for SIGTERM, as a DaemonSet expects it of its pods")
+	addJSON(cmd.Flags(), &o.json, "print JSON: what was removed")
+	cmd.Flags().BoolVar(&o.stop, "stop", false, `stop "verdict run" first, if it is running here`)
+	cmd.Flags().BoolVar(&o.stay, "stay", false, "when done, wait for SIGTERM, as a DaemonSet expects it of its pods")
 	return cmd
+}
+
+func (o *cleanupOptions) run(ctx context.Context, stdout, stderr io.Writer) error {
+	if err := checkHolder(stderr, o.stop); err != nil {
+		return err
+	}
+	removed, err := removeAll(ctx, stderr)
+	switch {
+	case err == nil && len(removed) == 0:
+		fmt.Fprintln(stderr, "verdict: there is nothing to remove")
+	case err == nil:
+		warnNoRules(ctx, stderr)
+	}
+	if o.json {
+		err = errors.Join(err, inspect.Show(stdout, true, cleanedUp{removed}, nil))
+	}
+	if err == nil && o.stay {
+		fmt.Fprintln(stderr, "verdict: done; waiting to be stopped")
+		stayUntilStopped(ctx)
+	}
+	return err
+}
+
+// removeAll evicts a proxy that runs here, removes everything that Verdict wrote, and says what that was.
+func removeAll(ctx context.Context, stderr io.Writer) (removed []string, err error) {
+	log := slog.New(slog.NewTextHandler(stderr, &slog.HandlerOptions{Level: slog.LevelWarn}))
+	// So long that a proxy which does not hear has been ended meanwhile.
+	lease := keeper.Lease{
+		Name: node.LeaseName, OwnsTables: kernel.OwnsTables, Log: log, HandOverTimeout: 30 * time.Second,
+	}
+	err = lease.Evict(ctx, func(ctx context.Context, socket *os.File) error {
+		var err error
+		removed, err = backends.Remove(ctx, backends.RemoveOptions{Socket: socket, Log: log})
+		for _, what := range removed {
+			fmt.Fprintln(stderr, "verdict: removed", what)
+		}
+		return err
+	})
+	return removed, err
 }
 
 // cleanedUp is what cleanup prints with -o json.

@@ -66,23 +66,7 @@ missing ones from the settings in the kernel.`,
   verdict explain --to 10.244.1.7`,
 		Args:              o.checkArgs,
 		ValidArgsFunction: o.complete,
-		RunE: func(cmd *cobra.Command, args []string) error {
-			if o.to != "" {
-				return o.leadingTo(cmd.Context(), cmd.OutOrStdout())
-			}
-			q, err := inspect.ParseQuestion(args[0], args[1])
-			if err != nil {
-				return err
-			}
-			a, err := o.answer(cmd.Context(), q)
-			if err != nil {
-				return err
-			}
-			if err := o.print(cmd.OutOrStdout(), a); err != nil || !o.exitCode || a.Agree() {
-				return err
-			}
-			return exitStatus(exitDiffers)
-		},
+		RunE:              o.run,
 	}
 	o.addFlags(cmd.Flags())
 	return cmd
@@ -100,6 +84,24 @@ func (o *explainOptions) addFlags(f *pflag.FlagSet) {
 	f.BoolVar(&o.all, "all", false, "show all endpoints, however many there are")
 	addJSON(f, &o.json, "print JSON (docs/ANSWERS.md)")
 	o.objects.AddFlags(f)
+}
+
+func (o *explainOptions) run(cmd *cobra.Command, args []string) error {
+	if o.to != "" {
+		return o.leadingTo(cmd.Context(), cmd.OutOrStdout())
+	}
+	q, err := inspect.ParseQuestion(args[0], args[1])
+	if err != nil {
+		return err
+	}
+	a, err := o.answer(cmd.Context(), q)
+	if err != nil {
+		return err
+	}
+	if err := o.print(cmd.OutOrStdout(), a); err != nil || !o.exitCode || a.Agree() {
+		return err
+	}
+	return exitStatus(exitDiffers)
 }
 
 // print writes the answer as text or JSON.

@@ -146,14 +146,7 @@ func runProxy(
 		results:  results,
 	}
 	r.listing = sync.OnceValue(r.listAll)
-	r.obtain = func(ctx context.Context, name string) (*testbed.Kind, string, error) {
-		kind, err := testbed.FindKind(name)
-		if err != nil {
-			return nil, "", err
-		}
-		binary, _, err := kind.Obtain(ctx, o.Programs, o.Dir)
-		return kind, binary, err
-	}
+	r.obtain = o.obtain
 	if o.Witness && kind.Witness {
 		r.witness = &testimonies{}
 	}
@@ -163,6 +156,16 @@ func runProxy(
 		return p, err
 	}
 	return p, r.stories(ctx, o.Stories, o.ParallelStories)
+}
+
+// obtain returns a kind of proxy by its name, and its program.
+func (o *Options) obtain(ctx context.Context, name string) (*testbed.Kind, string, error) {
+	kind, err := testbed.FindKind(name)
+	if err != nil {
+		return nil, "", err
+	}
+	binary, _, err := kind.Obtain(ctx, o.Programs, o.Dir)
+	return kind, binary, err
 }
 
 // nextNumber gives each Service a number for its external addresses.

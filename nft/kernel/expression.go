@@ -39,7 +39,7 @@ func words(f ipfamily.Family, fields []nft.Field) int { return nft.PaddedLen(f, 
 func ruleExprs(f ipfamily.Family, r nft.Rule) []expr.Any {
 	var out []expr.Any
 	if _, ok := r[0].(nft.Reset); ok { // as nft itself does
-		out = plainExprs(f, nft.ProtocolIs{Protocol: snapshot.TCP})
+		out = matchExprs(f, nft.ProtocolIs{Protocol: snapshot.TCP})
 	}
 	for _, s := range r {
 		out = append(out, statementExprs(f, s)...)
@@ -87,11 +87,11 @@ func statementExprs(f ipfamily.Family, s nft.Statement) []expr.Any {
 		}
 		return append(append(load(f, s.Key, 0), load(f, s.Data, data)...), update)
 	}
-	return plainExprs(f, s)
+	return matchExprs(f, s)
 }
 
-// plainExprs are the statements that look nothing up.
-func plainExprs(f ipfamily.Family, s nft.Statement) []expr.Any {
+// matchExprs are the statements that compare something of a packet.
+func matchExprs(f ipfamily.Family, s nft.Statement) []expr.Any {
 	switch s := s.(type) {
 	case nft.ProtocolIs:
 		return []expr.Any{&expr.Meta{Key: expr.MetaKeyL4PROTO, Register: register(0)}, equal(false, []byte{byte(s.Protocol)})}
@@ -121,10 +121,30 @@ func plainExprs(f ipfamily.Family, s nft.Statement) []expr.Any {
 	case nft.OtherInterface:
 		return interfaceIs(s.Than, false, true)
 	case nft.TCPFlags:
-		return slices.Concat(plainExprs(f, nft.ProtocolIs{Protocol: snapshot.TCP}),
+		return slices.Concat(matchExprs(f, nft.ProtocolIs{Protocol: snapshot.TCP}),
 			loadMasked(transportHeader(13, 1), []byte{byte(s.Of)}), []expr.Any{equal(s.Not, []byte{byte(s.Are)})})
 	case nft.TCPSequence:
 		return []expr.Any{transportHeader(4, 4), equal(false, make([]byte, 4))}
+	case nft.EchoRequest:
+		protocol, kind := byte(unix.IPPROTO_ICMP), byte(8)
+		if f == ipfamily.IPv6 {
+			protocol, kind = unix.IPPROTO_ICMPV6, 128
+		}
+		return []expr.Any{&expr.Meta{Key: expr.MetaKeyL4PROTO, Register: register(0)}, equal(false, []byte{protocol}),
+			transportHeader(0, 1), equal(false, []byte{kind})}
+	case nft.NotLocal:
+		return []expr.Any{&expr.Fib{Register: register(0), ResultADDRTYPE: true, FlagDADDR: true},
+			equal(true, native(unix.RTN_LOCAL))}
+	}
+	return actionExprs(f, s)
+}
+
+// actionExprs are the statements that do something with a packet, and look nothing up.
+func actionExprs(f ipfamily.Family, s nft.Statement) []expr.Any {
+	switch s := s.(type) {
+	case nft.DNATTo:
+		return []expr.Any{&expr.Immediate{Register: register(0), Data: s.Addr.AsSlice()},
+			&expr.NAT{Type: expr.NATTypeDestNAT, Family: uint32(f.NFProto()), RegAddrMin: register(0)}}
 	case nft.Reset:
 		return []expr.Any{&expr.Reject{Type: unix.NFT_REJECT_TCP_RST}}
 	case nft.Counter:
@@ -145,26 +165,6 @@ func plainExprs(f ipfamily.Family, s nft.Statement) []expr.Any {
 		return []expr.Any{&expr.Verdict{Kind: expr.VerdictJump, Chain: s.Chain.Name()}}
 	case nft.Goto:
 		return []expr.Any{&expr.Verdict{Kind: expr.VerdictGoto, Chain: s.Chain.Name()}}
-	}
-	return edgeExprs(f, s)
-}
-
-// edgeExprs are the statements about pings and load balancer addresses.
-func edgeExprs(f ipfamily.Family, s nft.Statement) []expr.Any {
-	switch s := s.(type) {
-	case nft.EchoRequest:
-		protocol, kind := byte(unix.IPPROTO_ICMP), byte(8)
-		if f == ipfamily.IPv6 {
-			protocol, kind = unix.IPPROTO_ICMPV6, 128
-		}
-		return []expr.Any{&expr.Meta{Key: expr.MetaKeyL4PROTO, Register: register(0)}, equal(false, []byte{protocol}),
-			transportHeader(0, 1), equal(false, []byte{kind})}
-	case nft.NotLocal:
-		return []expr.Any{&expr.Fib{Register: register(0), ResultADDRTYPE: true, FlagDADDR: true},
-			equal(true, native(unix.RTN_LOCAL))}
-	case nft.DNATTo:
-		return []expr.Any{&expr.Immediate{Register: register(0), Data: s.Addr.AsSlice()},
-			&expr.NAT{Type: expr.NATTypeDestNAT, Family: uint32(f.NFProto()), RegAddrMin: register(0)}}
 	}
 	panic(fmt.Sprintf("kernel: no expressions for %T", s))
 }

@@ -374,31 +374,12 @@ func (d *manifestDir) unreadable(err error) error {
 
 // read reads one file.
 func (d *manifestDir) read(ctx context.Context, name string) {
-	file := d.file(name)
-	text, err := d.text(ctx, name, d.allDirty || d.dirty[name])
-	if ctx.Err() != nil {
-		return
-	}
-	if errors.Is(err, fs.ErrNotExist) {
-		if _, gone := os.Lstat(file); gone != nil {
-			delete(d.files, name)
-			delete(d.unread, name)
-			return
-		}
-		err = errors.New("dangling symbolic link")
-	}
-	d.setUnread(name, file, err)
-	if err != nil {
-		err = &Problem{File: file, Err: fmt.Errorf("cannot read it: %w", pathless(err))}
-	}
-	if d.reportOnce("read "+name, file, err, ""); err != nil {
-		return
-	}
+	text, ok := d.readText(ctx, name)
 	before := d.files[name]
-	if before != nil && before.hash == maphash.String(d.reader.seed, text) {
+	if !ok || before != nil && before.hash == maphash.String(d.reader.seed, text) {
 		return
 	}
-	last := before.byKey()
+	file, last := d.file(name), before.byKey()
 	m, problems, bad := d.reader.manifest(file, text, before, last)
 	for _, p := range problems {
 		d.report(p)
@@ -423,6 +404,29 @@ func (d *manifestDir) read(ctx context.Context, name string) {
 		}
 	}
 	d.files[name] = m
+}
+
+// readText returns the text of a file. It is not ok if the file cannot be read, which is reported, or is gone.
+func (d *manifestDir) readText(ctx context.Context, name string) (text string, ok bool) {
+	file := d.file(name)
+	text, err := d.text(ctx, name, d.allDirty || d.dirty[name])
+	if ctx.Err() != nil {
+		return "", false
+	}
+	if errors.Is(err, fs.ErrNotExist) {
+		if _, gone := os.Lstat(file); gone != nil {
+			delete(d.files, name)
+			delete(d.unread, name)
+			return "", false
+		}
+		err = errors.New("dangling symbolic link")
+	}
+	d.setUnread(name, file, err)
+	if err != nil {
+		err = &Problem{File: file, Err: fmt.Errorf("cannot read it: %w", pathless(err))}
+	}
+	d.reportOnce("read "+name, file, err, "")
+	return text, err == nil
 }
 
 // reportOnce reports an error about a path once, until it was nil in between, which it reports too. The key identifies
@@ -459,7 +463,6 @@ type content struct {
 func (d *manifestDir) merge() *content {
 	c := &content{services: map[snapshot.Name]*snapshot.Service{}, slices: map[snapshot.Name]*snapshot.Slice{}}
 	owner := map[objectKey]place{}
-	sliced := map[snapshot.Name]bool{}  // the Services that have EndpointSlices
 	endpoints := map[string][]*object{} // by file
 	conflicts := map[string]bool{}
 	var cidrs []*[]netip.Prefix
@@ -478,7 +481,6 @@ func (d *manifestDir) merge() *content {
 			case *snapshot.Slice:
 				if v != nil {
 					c.slices[v.Name] = v
-					sliced[snapshot.Name{Namespace: v.Name.Namespace, Name: v.Service}] = true
 				}
 			case []*snapshot.Slice:
 				if len(v) > 0 {
@@ -490,6 +492,20 @@ func (d *manifestDir) merge() *content {
 				cidrs = append(cidrs, v)
 			}
 		}
+	}
+	d.addEndpoints(c, endpoints, conflicts)
+	c.cidrs = mergePrefixes(cidrs)
+	maps.DeleteFunc(d.reported, func(key string, _ bool) bool {
+		return (strings.HasPrefix(key, "twice ") || strings.HasPrefix(key, "shadowed ")) && !conflicts[key]
+	})
+	return c
+}
+
+// addEndpoints adds the Endpoints objects of each file to the content, but for Services that have EndpointSlices.
+func (d *manifestDir) addEndpoints(c *content, endpoints map[string][]*object, conflicts map[string]bool) {
+	sliced := make(map[snapshot.Name]bool, len(c.slices))
+	for name, s := range c.slices {
+		sliced[snapshot.Name{Namespace: name.Namespace, Name: s.Service}] = true
 	}
 	for _, name := range slices.Sorted(maps.Keys(endpoints)) {
 		var ignored []*object
@@ -504,11 +520,6 @@ func (d *manifestDir) merge() *content {
 		}
 		d.shadowed(conflicts, name, ignored)
 	}
-	c.cidrs = mergePrefixes(cidrs)
-	maps.DeleteFunc(d.reported, func(key string, _ bool) bool {
-		return (strings.HasPrefix(key, "twice ") || strings.HasPrefix(key, "shadowed ")) && !conflicts[key]
-	})
-	return c
 }
 
 // place is where an object stands.

@@ -97,7 +97,7 @@ func (h *Host) watchAddrs(ctx context.Context, put func(hostFacts)) error {
 		return err
 	}
 	defer handle.Close()
-	updates, failed, stop, err := h.subscribe()
+	updates, lost, stop, err := h.subscribe()
 	if err != nil {
 		return err
 	}
@@ -114,12 +114,7 @@ func (h *Host) watchAddrs(ctx context.Context, put func(hostFacts)) error {
 			return ctx.Err()
 		case _, ok := <-updates:
 			if !ok {
-				select {
-				case err := <-failed:
-					return err
-				default:
-					return errSubscriptionLost
-				}
+				return lost()
 			}
 			alarm.by(time.Now().Add(addrDebounce))
 		case <-alarm.C:
@@ -178,26 +173,21 @@ func (h *Host) list(handle *netlink.Handle, routes *routeWatch) (out hostFacts, 
 	return out, nil
 }
 
-// subscribe subscribes to address changes. updates is closed when the subscription ends; lost then has the kernel's
-// reason, if it gave one. stop ends the subscription and must be called.
-func (h *Host) subscribe() (updates <-chan netlink.AddrUpdate, lost <-chan error, stop func(), err error) {
+// subscribe subscribes to address changes. updates is closed when the subscription ends; lost then returns the reason.
+// stop ends the subscription and must be called.
+func (h *Host) subscribe() (updates <-chan netlink.AddrUpdate, lost func() error, stop func(), err error) {
 	done := make(chan struct{})
 	changes := make(chan netlink.AddrUpdate, 64)
-	failed := make(chan error, 1)
+	reason := errSubscriptionLost
 	err = netlink.AddrSubscribeWithOptions(changes, done, netlink.AddrSubscribeOptions{
 		Namespace:         h.Namespace,
 		ReceiveBufferSize: h.receiveBuffer,
-		ErrorCallback: func(err error) {
-			select {
-			case failed <- err:
-			default:
-			}
-		},
+		ErrorCallback:     func(err error) { reason = err }, // before the channel is closed
 	})
 	if err != nil {
 		return nil, nil, nil, fmt.Errorf("subscribe: %w", err)
 	}
-	return changes, failed, func() {
+	return changes, func() error { return reason }, func() {
 		close(done)
 		for range changes { // the subscription may be waiting for us to take one
 		}

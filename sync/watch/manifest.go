@@ -114,6 +114,12 @@ type chunkResult struct {
 	others int
 }
 
+// reject notes why an object cannot be used.
+func (c *chunkResult) reject(t *tree, object, field, format string, args ...any) {
+	p := &Problem{Line: t.lineOf(field), Object: object, Field: field, Err: fmt.Errorf(format, args...)}
+	c.problems, c.bad = append(c.problems, p), true
+}
+
 // manifest reads a file's text; before is the file's last content, or nil, and last that by its keys. The result has
 // the valid part of the text even if bad is true.
 func (r *reader) manifest(file, text string, before *manifest, last map[objectKey]*object,
@@ -283,12 +289,8 @@ func (r *reader) readObjects(t *tree, kind, apiVersion string, out *chunkResult)
 	if t.null() {
 		return
 	}
-	reject := func(object, field, format string, args ...any) {
-		p := &Problem{Line: t.lineOf(field), Object: object, Field: field, Err: fmt.Errorf(format, args...)}
-		out.problems, out.bad = append(out.problems, p), true
-	}
 	if t.kind != mapping {
-		reject("", "", "not a Kubernetes object but %s", kindWords[t.kind])
+		out.reject(t, "", "", "not a Kubernetes object but %s", kindWords[t.kind])
 		return
 	}
 	if named := t.str("kind"); named != "" {
@@ -298,7 +300,7 @@ func (r *reader) readObjects(t *tree, kind, apiVersion string, out *chunkResult)
 		apiVersion = named
 	}
 	if kind == "" {
-		reject("", "kind", "missing: not a Kubernetes object")
+		out.reject(t, "", "kind", "missing: not a Kubernetes object")
 		return
 	}
 	item := strings.TrimSuffix(kind, "List")
@@ -306,6 +308,11 @@ func (r *reader) readObjects(t *tree, kind, apiVersion string, out *chunkResult)
 		r.readItems(t.get("items"), item, apiVersion, out)
 		return
 	}
+	r.readObject(t, kind, apiVersion, out)
+}
+
+// readObject reads an object, if a proxy of this node needs it.
+func (r *reader) readObject(t *tree, kind, apiVersion string, out *chunkResult) {
 	k, known := kinds[kind]
 	if !known {
 		out.others++
@@ -315,9 +322,9 @@ func (r *reader) readObjects(t *tree, kind, apiVersion string, out *chunkResult)
 	name := objectName(kind, key.name)
 	if apiVersion != k.apiVersion {
 		if apiVersion == "" {
-			reject(name, "apiVersion", "missing: write %s", k.apiVersion)
+			out.reject(t, name, "apiVersion", "missing: write %s", k.apiVersion)
 		} else if group, _, ok := strings.Cut(apiVersion, "/"); !ok || strings.HasSuffix(group, ".k8s.io") {
-			reject(name, "apiVersion", "%s is not supported: write %s", quote(apiVersion), k.apiVersion)
+			out.reject(t, name, "apiVersion", "%s is not supported: write %s", quote(apiVersion), k.apiVersion)
 		} // else it is another API's kind of the same name: Knative has Services too
 		return
 	}
@@ -326,17 +333,17 @@ func (r *reader) readObjects(t *tree, kind, apiVersion string, out *chunkResult)
 	}
 	if r.change != nil && r.change.deletes {
 		if key.name.Name == "" {
-			reject(name, "metadata.name", "missing")
+			out.reject(t, name, "metadata.name", "missing")
 			return
 		}
 		out.objects = append(out.objects, object{key: r.ownKey(key), line: t.line})
 		return
 	}
-	r.readObject(t, k, key, out)
+	r.readValue(t, k, key, out)
 }
 
-// readObject reads an object of a kind.
-func (r *reader) readObject(t *tree, k kind, key objectKey, out *chunkResult) {
+// readValue reads what an object says.
+func (r *reader) readValue(t *tree, k kind, key objectKey, out *chunkResult) {
 	d := &decoder{object: objectName(key.kind, key.name)}
 	value, problems := k.read(r, d, t)
 	for _, p := range problems {

@@ -111,23 +111,14 @@ func (o *options) inGuest(ctx context.Context, found *results.Results) (err erro
 	for _, dir := range extensions {
 		args = append(args, "-f", dir)
 	}
-	inner := []string{"--cells", "--fresh", fmt.Sprintf("--quick=%v", o.quick), fmt.Sprintf("--giant=%v", o.giant),
-		"--budget=" + o.budget.String(), fmt.Sprintf("--repeat=%d", o.repeat)}
-	for name, path := range programs {
+	for _, path := range programs {
 		args = append(args, "-f", path)
-		inner = append(inner, "--program="+name+"="+path)
-	}
-	for _, s := range o.sizes {
-		inner = append(inner, "--size="+s)
-	}
-	for _, p := range o.proxies {
-		inner = append(inner, "--proxy="+p)
 	}
 	found.Cells = nil
 	cmd := exec.CommandContext(
 		ctx,
 		filepath.Join(o.source, "internal", "guest", "run"),
-		append(append(args, self), inner...)...)
+		append(append(args, self), o.flagsInGuest(programs)...)...)
 	cmd.Stderr = os.Stderr
 	out, err := cmd.StdoutPipe()
 	if err != nil {
@@ -137,6 +128,22 @@ func (o *options) inGuest(ctx context.Context, found *results.Results) (err erro
 		return err
 	}
 	return errors.Join(o.takeUp(out, found), cmd.Wait())
+}
+
+// flagsInGuest are the flags of this program in the guest.
+func (o *options) flagsInGuest(programs benchmark.Programs) []string {
+	flags := []string{"--cells", "--fresh", fmt.Sprintf("--quick=%v", o.quick), fmt.Sprintf("--giant=%v", o.giant),
+		"--budget=" + o.budget.String(), fmt.Sprintf("--repeat=%d", o.repeat)}
+	for name, path := range programs {
+		flags = append(flags, "--program="+name+"="+path)
+	}
+	for _, s := range o.sizes {
+		flags = append(flags, "--size="+s)
+	}
+	for _, p := range o.proxies {
+		flags = append(flags, "--proxy="+p)
+	}
+	return flags
 }
 
 // takeUp reads what a guest prints. What is no result is passed on.

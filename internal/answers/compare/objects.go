@@ -72,41 +72,18 @@ func pods(s *dataplane.State, f ipfamily.Family) dataplane.Pods {
 
 // Walk implements packets.Walker.
 func (o *objects) Walk(p packets.Packet, m packets.Memory, asked *packets.Asked) ([]packets.Outcome, error) {
-	one := func(v packets.Verdict) ([]packets.Outcome, error) {
-		e := packets.Ending{Verdict: v}
-		if v == packets.Rejected {
-			if e.Reject = "icmp port-unreachable"; p.Protocol == packets.TCP {
-				e.Reject = tcpReset
-			}
-		}
-		return []packets.Outcome{{Ending: e, Chance: packets.Certain}}, nil
-	}
-	to, from := p.Destination.Addr(), p.Source.Addr()
-	known := pods(o.state, ipfamily.Of(to))
-	node := p.Interface == ""
-	pod := known.CIDR.IsValid() && known.CIDR.Contains(from) || !node && known.HasInterface(p.Interface)
-	fe, found := o.frontends[packets.Key{Addr: to, Protocol: p.Protocol, Port: p.Destination.Port()}]
-	inRange := func(r netip.Prefix) bool { return r.Contains(to) }
-	switch {
-	case found:
-	case !o.state.Refuses(to, o.host):
-		return one(packets.Untouched)
-	case o.clusterIPs[to]:
-		return one(packets.Rejected)
-	case slices.ContainsFunc(o.state.ServiceCIDRs, inRange):
-		return one(packets.Dropped)
-	case o.balancers[to] && !node && !pod:
-		return one(packets.Rejected)
-	default:
-		return one(packets.Untouched)
+	node, pod := p.Interface == "", o.fromPod(p)
+	fe, found := o.frontends[packets.Key{Addr: p.Destination.Addr(), Protocol: p.Protocol, Port: p.Destination.Port()}]
+	if !found {
+		return ends(p, o.unserved(p.Destination.Addr(), !node && !pod)), nil
 	}
 	if asked != nil {
 		for _, r := range fe.Sources {
 			asked.Intervals = append(asked.Intervals, packets.Interval{First: r.Masked().Addr(), Last: lastAddr(r)})
 		}
 	}
-	if fe.Sources != nil && !slices.ContainsFunc(fe.Sources, func(r netip.Prefix) bool { return r.Contains(from) }) {
-		return one(packets.Dropped)
+	if fe.Sources != nil && !contain(fe.Sources, p.Source.Addr()) {
+		return ends(p, packets.Dropped), nil
 	}
 	i := slices.IndexFunc(fe.Routes, func(r dataplane.Route) bool {
 		return r.From == dataplane.Anyone || r.From == dataplane.Pod && pod || r.From == dataplane.Node && node
@@ -118,11 +95,49 @@ func (o *objects) Walk(p packets.Packet, m packets.Memory, asked *packets.Asked)
 	case len(route.Pool.Endpoints) > 0:
 		return o.endpoints(p, &fe, route, m)
 	case route.Pool.Empty == dataplane.Drop:
-		return one(packets.Dropped)
+		return ends(p, packets.Dropped), nil
 	case route.Pool.Empty == dataplane.Pass:
-		return one(packets.Untouched)
+		return ends(p, packets.Untouched), nil
 	}
-	return one(packets.Rejected)
+	return ends(p, packets.Rejected), nil
+}
+
+// fromPod says whether a packet comes from a pod.
+func (o *objects) fromPod(p packets.Packet) bool {
+	known := pods(o.state, ipfamily.Of(p.Destination.Addr()))
+	return known.CIDR.IsValid() && known.CIDR.Contains(p.Source.Addr()) ||
+		p.Interface != "" && known.HasInterface(p.Interface)
+}
+
+// unserved says what happens to packets to an address and a port that no Service has.
+func (o *objects) unserved(to netip.Addr, fromOutside bool) packets.Verdict {
+	switch {
+	case !o.state.Refuses(to, o.host):
+		return packets.Untouched
+	case o.clusterIPs[to]:
+		return packets.Rejected
+	case contain(o.state.ServiceCIDRs, to):
+		return packets.Dropped
+	case o.balancers[to] && fromOutside:
+		return packets.Rejected
+	}
+	return packets.Untouched
+}
+
+// ends returns the one outcome of a packet that is sent nowhere.
+func ends(p packets.Packet, v packets.Verdict) []packets.Outcome {
+	e := packets.Ending{Verdict: v}
+	if v == packets.Rejected {
+		if e.Reject = "icmp port-unreachable"; p.Protocol == packets.TCP {
+			e.Reject = tcpReset
+		}
+	}
+	return []packets.Outcome{{Ending: e, Chance: packets.Certain}}
+}
+
+// contain says whether one of the ranges has an address.
+func contain(ranges []netip.Prefix, a netip.Addr) bool {
+	return slices.ContainsFunc(ranges, func(r netip.Prefix) bool { return r.Contains(a) })
 }
 
 // endpoints returns the endpoints that a route leads to, with their chances.

@@ -70,23 +70,14 @@ func Restart(ctx context.Context, o Options, rounds, changed int) (_ *RestartRes
 		return nil, fmt.Errorf("%d messages and %d elements were written: this measures something else",
 			out.Adopted.Messages, out.Corrected.Elements)
 	}
-	out.Adopted.Seconds, out.Adopted.Slowest = percentile(
-		sorted(adopted),
-		50,
-	).Seconds(),
-		percentile(
-			sorted(adopted),
-			100,
-		).Seconds()
-	out.Corrected.Seconds, out.Corrected.Slowest = percentile(
-		sorted(corrected),
-		50,
-	).Seconds(),
-		percentile(
-			sorted(corrected),
-			100,
-		).Seconds()
+	out.Adopted.setTimes(adopted)
+	out.Corrected.setTimes(corrected)
 	return out, nil
+}
+
+func (k *RestartKind) setTimes(took []time.Duration) {
+	all := sorted(took)
+	k.Seconds, k.Slowest = percentile(all, 50).Seconds(), percentile(all, 100).Seconds()
 }
 
 // again goes on with a new backend and planner, which know nothing, and measures until the kernel carries all objects.

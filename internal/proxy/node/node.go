@@ -7,6 +7,7 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"slices"
 	"sync/atomic"
 	"time"
 
@@ -107,12 +108,8 @@ func (n *Node) Run(ctx context.Context) (err error) {
 	defer func() { err = errors.Join(err, releaser.close()) }()
 	cleaner := n.newCleaner(shown, releaser)
 	// Cleaner and releaser must be the first listeners, since their reading of the flows waits for the commit.
-	loop.Listeners = append([]reconcile.Listener{cleaner.Listener()}, releaser.listeners()...)
-	loop.Listeners = append(loop.Listeners, shown.listeners()...)
-	loop.Listeners = append(append(loop.Listeners, n.localnet(loop.Planner)), n.Listeners...)
-	if outliers != nil {
-		loop.Listeners = append(loop.Listeners, outliers.Listener())
-	}
+	loop.Listeners = slices.Concat([]reconcile.Listener{cleaner.Listener()}, releaser.listeners(), shown.listeners(),
+		[]reconcile.Listener{n.localnet(loop.Planner)}, n.Listeners, outliers.listeners())
 
 	group, ctx := errgroup.WithContext(ctx)
 	group.Go(func() error { return releaser.run(ctx) })
@@ -122,10 +119,8 @@ func (n *Node) Run(ctx context.Context) (err error) {
 	}
 	shown.run(ctx, group)
 	group.Go(func() error { return cleaner.Run(ctx) })
-	if outliers != nil {
-		group.Go(func() error { return outliers.Run(ctx) })
-	}
-	group.Go(func() error {
+	group.Go(func() error { return outliers.run(ctx) })
+	runBeside(ctx, group, func(ctx context.Context) {
 		n.applyUpdates(ctx, func(t configUpdate) {
 			leastRest.Store(int64(t.minInterval))
 			loop.Planner.SetConfig(t.policy)
@@ -133,14 +128,18 @@ func (n *Node) Run(ctx context.Context) (err error) {
 			shown.ports.SetConfig(t.policy)
 			queue.Notify()
 		})
-		return nil
 	})
 	group.Go(func() error { return loop.Run(ctx) })
+	runBeside(ctx, group, func(ctx context.Context) { n.watchdog(ctx, loop) })
+	return group.Wait()
+}
+
+// runBeside runs in a group what cannot fail.
+func runBeside(ctx context.Context, group *errgroup.Group, run func(context.Context)) {
 	group.Go(func() error {
-		n.watchdog(ctx, loop)
+		run(ctx)
 		return nil
 	})
-	return group.Wait()
 }
 
 // localnet lets the host route its loopback range once node ports answer there.

@@ -1,6 +1,7 @@
 package node
 
 import (
+	"context"
 	"errors"
 	"fmt"
 	"net/netip"
@@ -9,6 +10,7 @@ import (
 	"github.com/verdict-proxy/verdict/internal/proxy/conntrack"
 	"github.com/verdict-proxy/verdict/internal/proxy/outlier"
 	"github.com/verdict-proxy/verdict/internal/proxy/status"
+	"github.com/verdict-proxy/verdict/sync/reconcile"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 	"github.com/verdict-proxy/verdict/sync/watch"
 )
@@ -50,6 +52,22 @@ func ejectionNote(node string, endpoint netip.AddrPort, cause snapshot.Cause) st
 		what = "refuses connections from"
 	}
 	return fmt.Sprintf("%v %s node %s, which sends no new connections there until it does", endpoint, what, node)
+}
+
+// listeners returns what the loop must call: nothing if o is nil.
+func (o *outliers) listeners() []reconcile.Listener {
+	if o == nil {
+		return nil
+	}
+	return []reconcile.Listener{o.Listener()}
+}
+
+// run looks for outliers until the context ends.
+func (o *outliers) run(ctx context.Context) error {
+	if o == nil {
+		return nil
+	}
+	return o.Run(ctx)
 }
 
 // close closes the sockets after Run has ended.

@@ -207,31 +207,35 @@ func runProxy(ctx context.Context, socket *os.File, w *configWatcher, life lifet
 		ipvs: &ipvsChoice{log: log, missing: events.missing, backend: opened.Mode, probe: opened.ProbeScheduler}}
 	v.checks = newHostChecks(log, p.policy, object.last.Load)
 	p.ipvs.warnIgnored(s.Policy.IPVS)
-	var beside sync.WaitGroup
-	defer beside.Wait()
-	ctx, cancel := context.WithCancel(ctx)
-	defer cancel()
 	cleaner := newKubeProxyCleaner(takeover.Runner{Mode: takeover.Mode(s.Takeover), Own: opened.Named, Log: log},
 		func(ctx context.Context) error {
 			return backends.RemoveOthers(ctx, backends.RemoveOptions{Socket: socket, Beside: opened, Log: log})
 		})
-	n := Node{
-		Config: p.policy(), Backend: opened, Flows: flows, Log: log, RouteLocalnet: RouteLocalnet, Prober: &outlier.TCP{},
-		Ledger: newLedger(s, opened, log), serving: v, minInterval: s.MinSyncPeriod, updates: p.updates,
-		Sources: []Source{&nodeSource{objects, object, p.ipvs}, &watch.Host{Report: reporter(log)}},
-		Listeners: []reconcile.Listener{events.listener(),
-			{Written: func(t reconcile.Transaction) { p.written(ctx, t) }}, {Written: cleaner.written}},
-		stuck: func(what string) { abort(log, what) },
-	}
 	log.Info("starting verdict", "version", Version(), "node", name, "from", s.Manifests, "mode", opened.Mode,
 		"owns_tables", opened.Owns != nil)
 	defer p.awaitReady(s.Manifests != "", log).Stop()
-	beside.Go(func() { p.runBackground(ctx, opened, cleaner) })
 	starting.Stop()
+	return p.run(ctx, cleaner, &Node{
+		Config: p.policy(), Backend: opened, Flows: flows, Log: log, RouteLocalnet: RouteLocalnet, Prober: &outlier.TCP{},
+		Ledger: newLedger(s, opened, log), serving: v, minInterval: s.MinSyncPeriod, updates: p.updates,
+		Sources: []Source{&nodeSource{objects, object, p.ipvs}, &watch.Host{Report: reporter(log)}},
+		stuck:   func(what string) { abort(log, what) },
+	})
+}
+
+// run runs the node, and everything beside it, until the context ends.
+func (p *proxy) run(ctx context.Context, cleaner *kubeProxyCleaner, n *Node) error {
+	var beside sync.WaitGroup
+	defer beside.Wait()
+	ctx, cancel := context.WithCancel(ctx)
+	defer cancel()
+	n.Listeners = []reconcile.Listener{p.events.listener(),
+		{Written: func(t reconcile.Transaction) { p.written(ctx, t) }}, {Written: cleaner.written}}
+	beside.Go(func() { p.runBackground(ctx, n.Backend, cleaner) })
 	if err := n.Run(ctx); err != nil {
 		return err
 	}
-	log.Info("stopped; what is programmed stays in force", "services", p.services.Load())
+	n.Log.Info("stopped; what is programmed stays in force", "services", p.services.Load())
 	return nil
 }
 

@@ -122,34 +122,16 @@ func newTelemetry(n *Node, queue *snapshot.Queue, loop *reconcile.Loop, found *o
 	}
 	t.status = status.New(st)
 	t.ports = &health.NodePorts{Config: n.Config, Healthy: t.health.Healthy, Report: t.reportPortFailure}
-	o := metrics.Options{
-		Detail: v.detail, MaxSeries: v.maxSeries, Version: Version(),
-		Waiting: queue.Waiting, Progress: queue.Progress, Quarantined: loop.Quarantined, Unscheduled: loop.Unscheduled,
-		Ready:     t.health.Healthy,
-		NodePorts: t.ports.Ports, Conntrack: conntrackUsage, Report: reporter(n.Log), HoldsLease: v.holdsLease,
-		LogDropped: v.droppedLines,
-		Fill:       n.Backend.Fill, AffinityShares: n.Backend.AffinityShares, Owns: n.Backend.Owns, IPVS: n.Backend.IPVS,
-	}
-	if t.everywhere = v.everywhere.agent(n, t.status); t.everywhere != nil {
-		o.Everywhere = t.everywhere.Stats
-	}
-	if t.ledger != nil {
-		if n.Backend.OnSent != nil {
-			n.Backend.OnSent(t.ledger.Sent)
-		}
-		o.Ledger = n.Ledger.Stats
-	}
-	o.SlowStarting = func() int { return countStarting(loop.Starting()) }
-	if found != nil {
-		o.Outliers = found.Stats
+	t.everywhere = v.everywhere.agent(n, t.status)
+	if t.ledger != nil && n.Backend.OnSent != nil {
+		n.Backend.OnSent(t.ledger.Sent)
 	}
 	if v.metrics != "" && n.Backend.Counters != nil {
 		if t.counters, err = n.Backend.Counters(); err != nil {
 			return nil, err
 		}
-		o.Counters = t.counters
 	}
-	t.metrics = metrics.New(o)
+	t.metrics = t.newMetrics(n.Backend, queue, loop)
 	t.servers = t.makeServers(backendName(n), loop)
 	for _, server := range t.servers {
 		if err := server.Bind(); err != nil {
@@ -157,6 +139,33 @@ func newTelemetry(n *Node, queue *snapshot.Queue, loop *reconcile.Loop, found *o
 		}
 	}
 	return t, nil
+}
+
+// newMetrics creates the metrics, which ask the parts of a node when somebody reads them.
+func (t *telemetry) newMetrics(backend *backends.Opened, queue *snapshot.Queue, loop *reconcile.Loop,
+) *metrics.Metrics {
+	v := &t.serving
+	o := metrics.Options{
+		Detail: v.detail, MaxSeries: v.maxSeries, Version: Version(),
+		Waiting: queue.Waiting, Progress: queue.Progress, Quarantined: loop.Quarantined, Unscheduled: loop.Unscheduled,
+		SlowStarting: func() int { return countStarting(loop.Starting()) },
+		Ready:        t.health.Healthy, NodePorts: t.ports.Ports,
+		Conntrack: conntrackUsage, Report: reporter(t.log), HoldsLease: v.holdsLease, LogDropped: v.droppedLines,
+		Fill: backend.Fill, AffinityShares: backend.AffinityShares, Owns: backend.Owns, IPVS: backend.IPVS,
+	}
+	if t.everywhere != nil {
+		o.Everywhere = t.everywhere.Stats
+	}
+	if t.ledger != nil {
+		o.Ledger = t.ledger.Stats
+	}
+	if t.outliers != nil {
+		o.Outliers = t.outliers.Stats
+	}
+	if t.counters != nil {
+		o.Counters = t.counters
+	}
+	return metrics.New(o)
 }
 
 // backendName returns the name of the backend that writes.
@@ -199,28 +208,16 @@ func (t *telemetry) run(ctx context.Context, group *errgroup.Group) {
 		group.Go(func() error { return t.ports.Run(ctx) })
 	}
 	if p := t.serving.publisher; p != nil {
-		group.Go(func() error {
-			p.run(ctx, t.status.Facts)
-			return nil
-		})
+		runBeside(ctx, group, func(ctx context.Context) { p.run(ctx, t.status.Facts) })
 	}
 	if c := t.serving.checks; c != nil {
-		group.Go(func() error {
-			c.run(ctx)
-			return nil
-		})
+		runBeside(ctx, group, c.run)
 	}
 	if t.everywhere != nil {
-		group.Go(func() error {
-			t.everywhere.Run(ctx)
-			return nil
-		})
+		runBeside(ctx, group, t.everywhere.Run)
 	}
 	if t.ledger != nil {
-		group.Go(func() error {
-			t.ledger.Run(ctx)
-			return nil
-		})
+		runBeside(ctx, group, t.ledger.Run)
 	}
 }
 

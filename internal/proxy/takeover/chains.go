@@ -85,12 +85,7 @@ func (p *plan) hasServices() bool {
 // count as somebody else's.
 func newPlan(t *table, stay map[string]string, own Own) (*plan, error) {
 	p := &plan{variant: t.variant, family: t.family, table: t.name, kept: map[string]string{}}
-	ownedByProxy := map[string]bool{}
-	for _, c := range t.chains {
-		if !c.builtin && isProxyChain(t.name, c.name) && !own.owns(t.variant, t.name, c.name) {
-			ownedByProxy[c.name] = true
-		}
-	}
+	ownedByProxy := ownedChains(t, own)
 	if len(ownedByProxy) == 0 || kubeletsOnly(t.name, ownedByProxy) {
 		return p, nil
 	}
@@ -133,6 +128,17 @@ func newPlan(t *table, stay map[string]string, own Own) (*plan, error) {
 		}
 	}
 	return p, nil
+}
+
+// ownedChains returns the names of kube-proxy's chains in a table.
+func ownedChains(t *table, own Own) map[string]bool {
+	names := map[string]bool{}
+	for _, c := range t.chains {
+		if !c.builtin && isProxyChain(t.name, c.name) && !own.owns(t.variant, t.name, c.name) {
+			names[c.name] = true
+		}
+	}
+	return names
 }
 
 // kubeletsOnly says whether these are only chains that a kubelet before Kubernetes 1.28 also makes.
