@@ -49,10 +49,10 @@ func measuredFlow(t *testing.T, sizes ...int) *FlowResult {
 
 func TestFlow(t *testing.T) {
 	r := measuredFlow(t, 20, 0, 20)
-	// Of each Service the frontend, the pool, the cluster IP and 3 slots; all endpoints are on this node, and may reach
+	// Of each Service the frontend, the cluster IP and 3 slots; all endpoints are on this node, and may reach
 	// themselves; the range; and the settings, in both tables.
 	none := 1 + 2*len(NodeConfig.Lines())
-	all := 20*(3+3) + 60 + none
+	all := 20*(2+3) + 60 + none
 	want := []struct {
 		name                              string
 		elements, translated, masqueraded int
@@ -66,9 +66,8 @@ func TestFlow(t *testing.T) {
 		// How clients are remembered, the pool of those who are, its members, and the address, which is more than a cluster
 		// IP.
 		{"20 Services, sticky", all + 20*(1+1+3+1), 200, 0},
-		// A frontend, its pools for clients from outside and all others, what leads to these, its address in two maps, and
-		// what is masqueraded; both pools have endpoints here.
-		{"20 Services, external Local", all + 20*(6+1+3+1), 200, 200},
+		// A frontend in three maps, its address in two, what is masqueraded, and the pool of this node's endpoints.
+		{"20 Services, external Local", all + 20*(3+2+1+3), 200, 200},
 	}
 	if len(r.Variants) != len(want) {
 		t.Fatalf("%+v, want %d variants", r.Variants, len(want))
