@@ -122,6 +122,60 @@ func TestWitness(t *testing.T) {
 	}
 }
 
+// handmadeChains is the Service of the handmade ruleset in chains of iptables.
+const handmadeChains = `*nat
+:PREROUTING ACCEPT [0:0]
+:POSTROUTING ACCEPT [0:0]
+:KUBE-SERVICES - [0:0]
+:KUBE-WEB - [0:0]
+:KUBE-A1 - [0:0]
+:KUBE-B1 - [0:0]
+:KUBE-POSTROUTING - [0:0]
+-A PREROUTING -j KUBE-SERVICES
+-A POSTROUTING -j KUBE-POSTROUTING
+-A KUBE-SERVICES -d 10.96.0.1/32 -p tcp -m tcp --dport 80 -j KUBE-WEB
+-A KUBE-WEB ! -s 10.244.0.0/16 -j MARK --set-xmark 0x4000/0x4000
+-A KUBE-WEB -m statistic --mode random --probability 0.5 -j KUBE-A1
+-A KUBE-WEB -j KUBE-B1
+-A KUBE-A1 -p tcp -j DNAT --to-destination 10.244.1.10:8080
+-A KUBE-B1 -p tcp -j DNAT --to-destination 10.244.2.10:8080
+-A KUBE-POSTROUTING -m mark --mark 0x4000/0x4000 -j MASQUERADE
+COMMIT
+`
+
+// TestWitnessOfChains holds chains of iptables against packets, and then without masquerade.
+func TestWitnessOfChains(t *testing.T) {
+	topology, err := testbed.NewTopology()
+	labtest.Check(t, err)
+	t.Cleanup(func() { labtest.Check(t, topology.Close()) })
+	for _, node := range topology.Nodes() {
+		labtest.Run(t, topology.Host(node), handmadeChains, "iptables-restore")
+	}
+	kind, err := testbed.FindKind("kube-proxy-iptables")
+	labtest.Check(t, err)
+	l, err := list(t.Context(), topology, kind)
+	labtest.Check(t, err)
+	h := labtest.NewHost(t, labtest.NewNet(t), "node")
+	labtest.Run(t, h, strings.Replace(handmadeChains, "MASQUERADE", "ACCEPT", 1), "iptables-restore")
+	wrong, err := list(t.Context(), topology, kind)
+	labtest.Check(t, err)
+	wrong.rules["node-a"], err = readRules(topology, "node-a", h, kind)
+	labtest.Check(t, err)
+	for _, a := range questions {
+		if a.to.Addr() != questions[0].to.Addr() || a.from != "pod-a" && a.from != "client-a" {
+			continue
+		}
+		shown, _ := look(topology, 1, a)
+		m := l.testify(a)
+		if said := m.disagrees(topology, a, shown); m.err != nil || said != "" {
+			t.Errorf("%s: %q (%v)", a.from, said, m.err)
+		}
+		if said := wrong.testify(a).disagrees(topology, a, shown); (said == "") != (a.from == "pod-a") {
+			t.Errorf("without masquerade, %s: %q", a.from, said)
+		}
+	}
+}
+
 // TestWitnessOfAffinity: a client sees one endpoint of those that the rules know, and has to be one of them.
 func TestWitnessOfAffinity(t *testing.T) {
 	topology, l := witnessed(t)
