@@ -1,13 +1,11 @@
 package run
 
 import (
-	"bytes"
 	"context"
 	"errors"
 	"fmt"
 	"maps"
 	"net/netip"
-	"os/exec"
 	"runtime"
 	"slices"
 	"strings"
@@ -15,10 +13,11 @@ import (
 	"time"
 
 	"github.com/verdict-proxy/verdict/conformance/cases"
-	"github.com/verdict-proxy/verdict/conformance/nfteval"
 	"github.com/verdict-proxy/verdict/conformance/report"
 	"github.com/verdict-proxy/verdict/conformance/testbed"
 	"github.com/verdict-proxy/verdict/internal/lab"
+	"github.com/verdict-proxy/verdict/internal/system/ipfamily"
+	"github.com/verdict-proxy/verdict/internal/system/packets"
 )
 
 // exclusion is a reason why listings do not say what becomes of a packet. There are no others: all else is asked.
@@ -33,11 +32,10 @@ const (
 
 func (e exclusion) Error() string { return string(e) }
 
-// listings are the rulesets of all nodes.
+// listings are the rules of all nodes, as the kernel or iptables-save lists them.
 type listings struct {
 	topology *testbed.Topology
-	rules    map[string]*nfteval.Ruleset
-	local    map[string][]netip.Addr
+	rules    map[string]packets.Walker
 }
 
 // testimony is what the listings say of a look.
@@ -67,7 +65,7 @@ func (w *testimonies) hear(ctx context.Context, r *proxyRun, all []*cases.Case, 
 		return nil
 	}
 	began := time.Now()
-	l, err := list(ctx, r.testbed.Topology)
+	l, err := list(ctx, r.testbed.Topology, r.testbed.Kind)
 	if err != nil {
 		return err
 	}
@@ -105,7 +103,7 @@ func (w *testimonies) hear(ctx context.Context, r *proxyRun, all []*cases.Case, 
 }
 
 // hold counts a look, and gives words if its testimony is not what packets showed, or not what is wanted.
-func (w *testimonies) hold(l *cases.Look, t *testbed.Topology, a asked, packets *seen) string {
+func (w *testimonies) hold(l *cases.Look, t *testbed.Topology, a asked, shown *seen) string {
 	if w == nil {
 		return ""
 	}
@@ -116,7 +114,7 @@ func (w *testimonies) hold(l *cases.Look, t *testbed.Topology, a asked, packets 
 		w.exclude(m.err)
 		return ""
 	}
-	said := m.disagrees(t, a, packets)
+	said := m.disagrees(t, a, shown)
 	if said == "" {
 		w.agree++
 	} else {
@@ -152,44 +150,39 @@ func (w *testimonies) report() *report.Witness {
 }
 
 // list reads the rules of all nodes.
-func list(ctx context.Context, t *testbed.Topology) (*listings, error) {
-	l := &listings{topology: t, rules: make(map[string]*nfteval.Ruleset), local: make(map[string][]netip.Addr)}
+func list(ctx context.Context, t *testbed.Topology, k *testbed.Kind) (*listings, error) {
+	l := &listings{topology: t, rules: make(map[string]packets.Walker)}
 	for _, node := range t.Nodes() {
 		if err := context.Cause(ctx); err != nil {
 			return nil, err
 		}
-		out, err := listRuleset(t.Host(node))
+		rules, err := readRules(t, node, t.Host(node), k)
 		if err != nil {
 			return nil, fmt.Errorf("%s: %w", node, err)
 		}
-		if err := l.read(node, out); err != nil {
-			return nil, err
-		}
+		l.rules[node] = rules
 	}
 	return l, nil
 }
 
-// listRuleset has nft list the rules of a host. What it warns of on standard error does not count.
-func listRuleset(h *lab.Host) ([]byte, error) {
-	out, err := h.Command("nft", "--json", "list", "ruleset").Output()
-	var exit *exec.ExitError
-	switch {
-	case errors.As(err, &exit):
-		return nil, fmt.Errorf("nft --json list ruleset: %w: %s", err, bytes.TrimSpace(exit.Stderr))
-	case err != nil:
-		return nil, fmt.Errorf("nft --json list ruleset: %w", err)
+// readRules reads the rules that a host has as a node.
+func readRules(t *testbed.Topology, node string, h *lab.Host, k *testbed.Kind) (rules packets.Walker, err error) {
+	known := &packets.Host{Addrs: t.AddrsOf(node),
+		Bridges: map[string][]netip.Prefix{testbed.PodBridge: t.Bridged(node, testbed.PodBridge)}}
+	if k.ListsChains() {
+		var text ipfamily.Per[[]byte]
+		for f, program := range [...]string{"iptables-save", "ip6tables-save"} {
+			if text[f], err = h.Command(program).Output(); err != nil {
+				return nil, fmt.Errorf("%s: %w", program, err)
+			}
+		}
+		return packets.ParseChains(text, known)
 	}
-	return out, nil
-}
-
-// read takes what nft lists of a node.
-func (l *listings) read(node string, listing []byte) error {
-	rules, err := nfteval.Parse(bytes.NewReader(listing))
-	if err != nil {
-		return fmt.Errorf("%s: %w", node, err)
-	}
-	l.rules[node], l.local[node] = rules, l.topology.AddrsOf(node)
-	return nil
+	err = h.Do(func() (err error) {
+		rules, err = packets.ReadAll(known)
+		return err
+	})
+	return rules, err
 }
 
 // hop is a packet that comes to a node.
@@ -216,7 +209,7 @@ func (l *listings) testify(a asked) testimony {
 		return t
 	}
 	src := l.address(a.from, a.to.Addr())
-	if link == "" && (a.to.Addr().IsLoopback() || slices.Contains(l.local[node], a.to.Addr())) {
+	if link == "" && (a.to.Addr().IsLoopback() || l.topology.Owns(node, a.to.Addr())) {
 		src = a.to.Addr() // the kernel's choice for what is sent to itself
 	}
 	t.err = l.follow(hop{node, link, netip.AddrPortFrom(src, clientPort), a.to, maxHops}, a, t.says)
@@ -237,29 +230,27 @@ func (l *listings) follow(h hop, a asked, says *seen) error {
 		says.note(lab.Result{Outcome: lab.TimedOut})
 		return nil
 	}
-	outcomes, err := l.rules[h.node].Ask(nfteval.Question{
-		Iif: h.link, Src: h.src, Dst: h.dst, Protocol: strings.ToLower(a.protocol.String()), Local: l.local[h.node],
-		Bridged: l.topology.Bridged(h.node, h.link),
-	})
+	protocol, _ := packets.ParseProtocol(a.protocol.String())
+	outcomes, err := l.rules[h.node].Walk(packets.Packet{Source: h.src, Destination: h.dst, Protocol: protocol,
+		Interface: h.link}, nil, nil)
 	if err != nil {
 		return fmt.Errorf("%w: %s: %w", notKnown, h.node, err)
 	}
 	for _, o := range outcomes {
+		next := h
+		next.left--
 		switch o.Verdict {
-		case nfteval.Refused:
+		case packets.Rejected:
 			says.note(lab.Result{Outcome: lab.Refused})
 			continue
-		case nfteval.Dropped:
+		case packets.Dropped:
 			says.note(lab.Result{Outcome: lab.TimedOut})
 			continue
+		case packets.Sent:
+			next.dst = o.To
 		}
-		next := h
-		next.dst, next.left = o.To, h.left-1
 		if o.Masqueraded {
-			next.src = netip.AddrPortFrom(l.address(h.node, o.To.Addr()), clientPort)
-		}
-		if o.Source.IsValid() {
-			next.src = netip.AddrPortFrom(o.Source, clientPort)
+			next.src = netip.AddrPortFrom(l.address(h.node, next.dst.Addr()), clientPort)
 		}
 		if err := l.arrive(next, a, says); err != nil {
 			return err
@@ -297,20 +288,20 @@ func (l *listings) arrive(h hop, a asked, says *seen) error {
 }
 
 // disagrees says, in a line, where a testimony is not what packets showed, or not what is wanted; empty if nowhere.
-func (m testimony) disagrees(t *testbed.Topology, a asked, packets *seen) string {
-	if m.says.contains(t, a, packets) && m.says.equals(t, a) {
+func (m testimony) disagrees(t *testbed.Topology, a asked, shown *seen) string {
+	if m.says.contains(t, a, shown) && m.says.equals(t, a) {
 		return ""
 	}
 	a.at = podPort // has words name the port
-	return fmt.Sprintf("the listing of %s says: %s; packets: %s", m.node, m.says.words(t, a), packets.words(t, a))
+	return fmt.Sprintf("the listing of %s says: %s; packets: %s", m.node, m.says.words(t, a), shown.words(t, a))
 }
 
 // contains says that all that packets showed is among what is said, at the same port.
-func (s *seen) contains(t *testbed.Topology, a asked, packets *seen) bool {
-	if packets.refused > 0 && s.refused == 0 || packets.dropped > 0 && s.dropped == 0 {
+func (s *seen) contains(t *testbed.Topology, a asked, shown *seen) bool {
+	if shown.refused > 0 && s.refused == 0 || shown.dropped > 0 && s.dropped == 0 {
 		return false
 	}
-	for e, sources := range packets.sources {
+	for e, sources := range shown.sources {
 		for source := range sources {
 			if !slices.Contains(s.sourceWords(t, a, e), sourceWord(t, a.from, source)) {
 				return false
@@ -319,7 +310,7 @@ func (s *seen) contains(t *testbed.Topology, a asked, packets *seen) bool {
 	}
 	for p := range s.ports {
 		// All endpoints of a Service of a matrix are at the same port.
-		if len(packets.ports) > 0 && packets.ports[p] == 0 {
+		if len(shown.ports) > 0 && shown.ports[p] == 0 {
 			return false
 		}
 	}

@@ -1,7 +1,6 @@
 package run
 
 import (
-	"bytes"
 	"errors"
 	"net/netip"
 	"strings"
@@ -66,49 +65,44 @@ var questions = []asked{
 	question("pod-a", "10.96.0.9:80", cases.Dropped, nil), // no Service: it ends at the router
 }
 
-// mutations change the listing of node-a; some question finds each.
+// mutations change the rules of node-a; some question finds each.
 var mutations = []struct{ name, old, new, from, says string }{
-	{"another endpoint", `{"addr": "10.244.2.10", "port": 8080}`, `{"addr": "10.244.2.11", "port": 8080}`, "pod-a",
+	{"another endpoint", "dnat to 10.244.2.10:8080", "dnat to 10.244.2.11:8080", "pod-a",
 		"the listing of node-a says: one of a1, b2; source kept; port 8080; packets: one of a1, b1; source kept; port 8080"},
-	{"another port", `{"addr": "10.244.2.10", "port": 8080}`, `{"addr": "10.244.2.10", "port": 8081}`, "pod-a",
+	{"another port", "dnat to 10.244.2.10:8080", "dnat to 10.244.2.10:8081", "pod-a",
 		"the listing of node-a says: one of a1, b1; source kept; port 8080; port 8081; packets: one of a1, b1; source " +
 			"kept; port 8080"},
-	{"a port that nobody serves", `{"addr": "10.244.2.10", "port": 8080}`, `{"addr": "10.244.2.10", "port": 9}`, "pod-a",
+	{"a port that nobody serves", "dnat to 10.244.2.10:8080", "dnat to 10.244.2.10:9", "pod-a",
 		"the listing of node-a says: a1; source kept; port 8080, or refused; packets: one of a1, b1; source kept; port 8080"},
-	{"an endpoint less", `[1, {"goto": {"target": "b1"}}]`, `[1, {"goto": {"target": "a1"}}]`, "pod-a",
+	{"an endpoint less", "1 : goto b1", "1 : goto a1", "pod-a",
 		"the listing of node-a says: a1; source kept; port 8080; packets: one of a1, b1; source kept; port 8080"},
-	{"a lot that is dropped", `[1, {"goto": {"target": "b1"}}]`, `[1, {"drop": null}]`, "pod-a",
+	{"a lot that is dropped", "1 : goto b1", "1 : drop", "pod-a",
 		"the listing of node-a says: a1; source kept; port 8080, or dropped; packets: one of a1, b1; source kept; port 8080"},
-	{"no masquerade", `{"masquerade": null}`, `{"accept": null}`, "client-a",
+	{"no masquerade", "masquerade", "accept", "client-a",
 		"the listing of node-a says: one of a1, b1; source kept; port 8080; packets: one of a1, b1; source node-a; port " +
 			"8080"},
-	{"no masquerade of what comes back", `{"masquerade": null}`, `{"accept": null}`, "a1",
+	{"no masquerade of what comes back", "masquerade", "accept", "a1",
 		"the listing of node-a says: b1; source kept; port 8080, or refused, or dropped; " +
 			"packets: one of a1, b1; source kept for b1; source node-a for a1; port 8080"},
-	{"refused", `{"drop": null}`, `{"reject": null}`, "pod-a", "the listing of node-a says: refused; packets: dropped"},
-	{
-		"dropped",
-		`{"reject": {"type": "icmp", "expr": "admin-prohibited"}}`,
-		`{"drop": null}`,
-		"pod-a",
-		"the listing of node-a says: dropped; packets: refused",
-	},
+	{"refused", " drop;", " reject;", "pod-a", "the listing of node-a says: refused; packets: dropped"},
+	{"dropped", "reject with icmp admin-prohibited", "drop", "pod-a",
+		"the listing of node-a says: dropped; packets: refused"},
 }
 
 // TestWitness holds a handmade ruleset against packets, and then changes in its listing, each of which has to be found.
 func TestWitness(t *testing.T) {
 	topology, l := witnessed(t)
-	packets := make([]*seen, len(questions))
+	shown := make([]*seen, len(questions))
 	for i, a := range questions {
 		var ok bool
-		if packets[i], ok = look(topology, 1, a); !ok {
-			t.Errorf("%s to %s: got %s, want %s", a.from, a.to, packets[i].words(topology, a), a.want)
+		if shown[i], ok = look(topology, 1, a); !ok {
+			t.Errorf("%s to %s: got %s, want %s", a.from, a.to, shown[i].words(topology, a), a.want)
 		}
 		m := l.testify(a)
 		if m.err != nil {
 			t.Fatalf("%s to %s: %v", a.from, a.to, m.err)
 		}
-		if said := m.disagrees(topology, a, packets[i]); said != "" {
+		if said := m.disagrees(topology, a, shown[i]); said != "" {
 			t.Errorf("%s to %s: %s", a.from, a.to, said)
 		}
 	}
@@ -117,7 +111,7 @@ func TestWitness(t *testing.T) {
 			l := mutated(t, topology, m.old, m.new)
 			var found []string
 			for i, a := range questions {
-				if said := l.testify(a).disagrees(topology, a, packets[i]); said != "" && a.from == m.from {
+				if said := l.testify(a).disagrees(topology, a, shown[i]); said != "" && a.from == m.from {
 					found = append(found, said)
 				}
 			}
@@ -128,6 +122,60 @@ func TestWitness(t *testing.T) {
 	}
 }
 
+// handmadeChains is the Service of the handmade ruleset in chains of iptables.
+const handmadeChains = `*nat
+:PREROUTING ACCEPT [0:0]
+:POSTROUTING ACCEPT [0:0]
+:KUBE-SERVICES - [0:0]
+:KUBE-WEB - [0:0]
+:KUBE-A1 - [0:0]
+:KUBE-B1 - [0:0]
+:KUBE-POSTROUTING - [0:0]
+-A PREROUTING -j KUBE-SERVICES
+-A POSTROUTING -j KUBE-POSTROUTING
+-A KUBE-SERVICES -d 10.96.0.1/32 -p tcp -m tcp --dport 80 -j KUBE-WEB
+-A KUBE-WEB ! -s 10.244.0.0/16 -j MARK --set-xmark 0x4000/0x4000
+-A KUBE-WEB -m statistic --mode random --probability 0.5 -j KUBE-A1
+-A KUBE-WEB -j KUBE-B1
+-A KUBE-A1 -p tcp -j DNAT --to-destination 10.244.1.10:8080
+-A KUBE-B1 -p tcp -j DNAT --to-destination 10.244.2.10:8080
+-A KUBE-POSTROUTING -m mark --mark 0x4000/0x4000 -j MASQUERADE
+COMMIT
+`
+
+// TestWitnessOfChains holds chains of iptables against packets, and then without masquerade.
+func TestWitnessOfChains(t *testing.T) {
+	topology, err := testbed.NewTopology()
+	labtest.Check(t, err)
+	t.Cleanup(func() { labtest.Check(t, topology.Close()) })
+	for _, node := range topology.Nodes() {
+		labtest.Run(t, topology.Host(node), handmadeChains, "iptables-restore")
+	}
+	kind, err := testbed.FindKind("kube-proxy-iptables")
+	labtest.Check(t, err)
+	l, err := list(t.Context(), topology, kind)
+	labtest.Check(t, err)
+	h := labtest.NewHost(t, labtest.NewNet(t), "node")
+	labtest.Run(t, h, strings.Replace(handmadeChains, "MASQUERADE", "ACCEPT", 1), "iptables-restore")
+	wrong, err := list(t.Context(), topology, kind)
+	labtest.Check(t, err)
+	wrong.rules["node-a"], err = readRules(topology, "node-a", h, kind)
+	labtest.Check(t, err)
+	for _, a := range questions {
+		if a.to.Addr() != questions[0].to.Addr() || a.from != "pod-a" && a.from != "client-a" {
+			continue
+		}
+		shown, _ := look(topology, 1, a)
+		m := l.testify(a)
+		if said := m.disagrees(topology, a, shown); m.err != nil || said != "" {
+			t.Errorf("%s: %q (%v)", a.from, said, m.err)
+		}
+		if said := wrong.testify(a).disagrees(topology, a, shown); (said == "") != (a.from == "pod-a") {
+			t.Errorf("without masquerade, %s: %q", a.from, said)
+		}
+	}
+}
+
 // TestWitnessOfAffinity: a client sees one endpoint of those that the rules know, and has to be one of them.
 func TestWitnessOfAffinity(t *testing.T) {
 	topology, l := witnessed(t)
@@ -135,16 +183,16 @@ func TestWitnessOfAffinity(t *testing.T) {
 	a.want.Sticky = true
 	m := l.testify(a)
 	for endpoint, agrees := range map[string]bool{"a1": true, "b1": true, "a2": false} {
-		packets := newSeen()
-		packets.note(answered(endpoint, "10.244.1.9"))
-		if said := m.disagrees(topology, a, packets); (said == "") != agrees {
+		shown := newSeen()
+		shown.note(answered(endpoint, "10.244.1.9"))
+		if said := m.disagrees(topology, a, shown); (said == "") != agrees {
 			t.Errorf("%s: %q", endpoint, said)
 		}
 	}
-	less := mutated(t, topology, `[1, {"goto": {"target": "b1"}}]`, `[1, {"goto": {"target": "a1"}}]`).testify(a)
-	packets := newSeen()
-	packets.note(answered("a1", "10.244.1.9"))
-	if less.disagrees(topology, a, packets) == "" {
+	less := mutated(t, topology, "1 : goto b1", "1 : goto a1").testify(a)
+	shown := newSeen()
+	shown.note(answered("a1", "10.244.1.9"))
+	if less.disagrees(topology, a, shown) == "" {
 		t.Error("nobody notices that the rules know an endpoint less than is wanted")
 	}
 }
@@ -152,7 +200,7 @@ func TestWitnessOfAffinity(t *testing.T) {
 // TestExclusions: what a listing does not say is told apart, by its reason.
 func TestExclusions(t *testing.T) {
 	topology, l := witnessed(t)
-	odd := mutated(t, topology, `{"drop": null}`, `{"quench": null}`)
+	odd := mutated(t, topology, " drop;", " limit rate 1/second drop;")
 	w := testimonies{notAsked: make(map[exclusion]report.NotAsked)}
 	for _, c := range []struct {
 		l    *listings
@@ -170,7 +218,7 @@ func TestExclusions(t *testing.T) {
 		}
 		w.exclude(m.err)
 		got := w.notAsked[c.want]
-		named := strings.HasPrefix(got.Example, "node-a: ") && strings.Contains(got.Example, "quench")
+		named := strings.HasPrefix(got.Example, "node-a: ") && strings.Contains(got.Example, "what limit does is not known")
 		if got.Count != 1 || got.Why != string(c.want) || named != (c.want == notKnown) {
 			t.Errorf("%s: %+v", c.want, got)
 		}
@@ -186,22 +234,23 @@ func witnessed(t *testing.T) (*testbed.Topology, *listings) {
 	for _, node := range topology.Nodes() {
 		labtest.Run(t, topology.Host(node), handmade, "nft", "-f", "-")
 	}
-	l, err := list(t.Context(), topology)
+	l, err := list(t.Context(), topology, &testbed.Kind{})
 	labtest.Check(t, err)
 	return topology, l
 }
 
-// mutated gives listings of which that of node-a has one thing changed.
+// mutated gives listings of which that of node-a has one thing changed, on a host of its own.
 func mutated(t *testing.T, topology *testbed.Topology, from, to string) *listings {
 	t.Helper()
-	l, err := list(t.Context(), topology)
-	labtest.Check(t, err)
-	text, err := listRuleset(topology.Host("node-a"))
-	labtest.Check(t, err)
-	if bytes.Count(text, []byte(from)) != 1 {
-		t.Fatalf("%s is not once in the listing of node-a:\n%s", from, text)
+	if strings.Count(handmade, from) != 1 {
+		t.Fatalf("%q is not once in the rules", from)
 	}
-	labtest.Check(t, l.read("node-a", bytes.Replace(text, []byte(from), []byte(to), 1)))
+	l, err := list(t.Context(), topology, &testbed.Kind{})
+	labtest.Check(t, err)
+	h := labtest.NewHost(t, labtest.NewNet(t), "node")
+	labtest.Run(t, h, strings.Replace(handmade, from, to, 1), "nft", "-f", "-")
+	l.rules["node-a"], err = readRules(topology, "node-a", h, &testbed.Kind{})
+	labtest.Check(t, err)
 	return l
 }
 

@@ -26,7 +26,8 @@ type Kind struct {
 	Listings [][]string `yaml:"listings"`
 	// Version are the arguments that make the program print its version; empty means --version.
 	Version []string `yaml:"version"`
-	// Witness says that what the proxy programmed is tables of nftables, which the witness reads and asks.
+	// Witness says that what the proxy programmed is what the witness reads and asks: tables of nftables, or kube-proxy's
+	// chains if iptables-save is among the Listings.
 	Witness bool `yaml:"witness"`
 	// Like is a known proxy: what the cases say of that one counts for this one, too. Empty means none.
 	Like string `yaml:"like"`
@@ -59,10 +60,15 @@ var (
 // kinds are the proxies known by name.
 var kinds = slices.Concat([]Kind{
 	verdict("verdict", "nftables", listNFT, true),
-	verdict("verdict-iptables", "iptables", listIPTables, false, "--backend=iptables"),
+	verdict("verdict-iptables", "iptables", listIPTables, true, "--backend=iptables"),
 	verdict("verdict-ipvs", "ipvs", listIPVS, false),
 	asKubeProxy(verdict("verdict-as-kube-proxy", "nftables", listNFT, true, "--behavior=kube-proxy")),
 }, kubeProxies("kube-proxy"), kubeProxies("kube-proxy-1.36"))
+
+// ListsChains says that what the proxy programmed is chains of iptables.
+func (k *Kind) ListsChains() bool {
+	return slices.ContainsFunc(k.Listings, func(c []string) bool { return c[0] == listIPTables[0][0] })
+}
 
 func verdict(name, mode string, listings [][]string, witness bool, args ...string) Kind {
 	return Kind{
@@ -84,7 +90,7 @@ func asKubeProxy(k Kind) Kind {
 func kubeProxies(program string) []Kind {
 	all := []Kind{
 		{mode: "nftables", Listings: listNFT, Witness: true},
-		{mode: "iptables", Listings: listIPTables},
+		{mode: "iptables", Listings: listIPTables, Witness: true},
 		{mode: "ipvs", Listings: listKubeProxyIPVS},
 	}
 	for i := range all {

@@ -53,10 +53,10 @@ var narrow = map[string][]string{
 	"internal/lab/demo":          {"internal", "nft", "sync"},
 	// The suite sees a proxy from outside: of ours it may use what makes hosts and control planes, and nothing that
 	// decides or writes.
-	"conformance":                  {"conformance", "internal/lab", "internal/system/ipfamily", "sync/snapshot"},
+	"conformance": {"conformance", "internal/lab", "internal/system/ipfamily", "internal/system/packets",
+		"sync/snapshot"},
 	"conformance/cases":            {},
 	"conformance/report":           {},
-	"conformance/nfteval":          {},
 	"conformance/history":          {},
 	"conformance/history/faulty":   {},
 	"conformance/history/recorder": {"conformance", "internal/lab", "internal/system/ipfamily", "sync/snapshot"},
@@ -65,8 +65,9 @@ var narrow = map[string][]string{
 	"conformance/cmd":              {"conformance", "internal/lab", "internal/system/ipfamily", "sync/snapshot"},
 	"deploy/release":               {},
 	"conformance/testbed":          {"internal/lab", "internal/system/ipfamily", "sync/snapshot"},
-	"conformance/run":              {"conformance", "internal/lab", "internal/system/ipfamily", "sync/snapshot"},
-	"internal/lab/control":         {"internal/lab"},
+	"conformance/run": {"conformance", "internal/lab", "internal/system/ipfamily", "internal/system/packets",
+		"sync/snapshot"},
+	"internal/lab/control": {"internal/lab"},
 }
 
 // owners says which packages may import a module of others; it holds for the packages below too. A node knows

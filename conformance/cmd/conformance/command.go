@@ -75,7 +75,7 @@ failed, 2 if it could not be run.`,
 	f.StringVar(&o.report, "report", "", "write junit.xml, report.html and run.json into this directory")
 	f.BoolVar(&o.keep, "keep", false, "keep logs and configuration of proxies and control plane, and say where")
 	f.BoolVar(&o.verbose, "v", false, "tell of every failure at once")
-	f.BoolVar(&o.witness, "witness", true, "hold what nft lists of the proxy's rules against packets and expectation, too")
+	f.BoolVar(&o.witness, "witness", true, "hold what is listed of the proxy's rules against packets and expectation, too")
 	f.IntVar(&o.parallel, "parallel", 48, "how many senders of the matrix are at work at a time")
 	f.IntVar(&o.stories, "stories", 8, "how many stories are told at a time")
 	f.Float64Var(&o.slow, "slow", 1, "how many times as long as on an ordinary machine a change may take")

@@ -6,6 +6,8 @@ import (
 	"maps"
 	"slices"
 	"strings"
+
+	"golang.org/x/sys/unix"
 )
 
 // Fault is a single fault that can be planted in what was listed.
@@ -15,6 +17,22 @@ type Fault struct {
 	// Plant plants it, and returns what takes it out again. Probe plants something unknown in the same place: where no
 	// packet becomes unknown then, none comes there.
 	Plant, Probe func() (undo func())
+}
+
+// ForbidLeftovers puts rules behind all others that make a packet unknown if it leaves with a priority or a mark.
+func (r *Rules) ForbidLeftovers() {
+	var rules []nfRule
+	for _, key := range []uint8{unix.NFT_META_PRIORITY, unix.NFT_META_MARK} {
+		rules = append(rules, nfRule{ops: []nfOp{{kind: opMeta, what: key},
+			{kind: opCompare, what: unix.NFT_CMP_NEQ, n: 4, data: make([]byte, 4), sourceAt: -1}, {unknown: "what is left"}}})
+	}
+	for f, tables := range r.tables {
+		for _, hook := range []int{hookInput, hookPostrouting} {
+			for _, t := range tables {
+				r.hooks[f][hook] = append(r.hooks[f][hook], &nfChain{table: t, name: "behind", base: true, rules: rules})
+			}
+		}
+	}
 }
 
 // Faults returns faults of every kind for every rule and element: one that is missing, an element with other data or

@@ -9,6 +9,9 @@ import (
 type Host struct {
 	// Addrs are the host's addresses. Loopback addresses are the host's anyway.
 	Addrs []netip.Addr
+	// Bridges are the interfaces that are bridges and show netfilter what they carry (br_netfilter), with the addresses
+	// behind them: what is translated from another address to one of these stays on the bridge.
+	Bridges map[string][]netip.Prefix
 }
 
 // local reports whether an address is the host's.

@@ -53,6 +53,7 @@ type iptRule struct {
 	proto   Protocol // 0 if any
 	jump    bool     // -g is no jump
 	port    uint16   // 0 if any
+	last    uint16   // of a range that begins with port; 0 if it is no range
 	matches []iptMatch
 	// chance is that of a match by statistic; the zero Chance if there is none.
 	chance Chance
@@ -179,7 +180,7 @@ func (c *iptChain) makeIndex() {
 }
 
 func (r *iptRule) key() (k iptKey, ok bool) {
-	if r.proto == 0 || r.port == 0 {
+	if r.proto == 0 || r.port == 0 || r.last != 0 {
 		if r.dest != nil && r.dest.IsSingleIP() && !r.dest.inverted {
 			return iptKey{addr: r.dest.Addr()}, true
 		}
@@ -332,7 +333,13 @@ func (p *iptParser) option(r *iptRule, option, value string, inverted bool) (err
 			}
 		}
 	case "--dport":
-		port, perr := strconv.ParseUint(value, 10, 16)
+		low, high, isRange := strings.Cut(value, ":")
+		port, perr := strconv.ParseUint(low, 10, 16)
+		if isRange && perr == nil {
+			var last uint64
+			last, perr = strconv.ParseUint(high, 10, 16)
+			r.last = uint16(last)
+		}
 		if r.port = uint16(port); perr != nil || port == 0 || inverted {
 			r.unknown = "--dport " + value
 		}

@@ -106,7 +106,7 @@ func (w *iptWalker) nextStage(m *iptMachine) bool {
 	case own && m.stage == 1, !own && m.stage == 2 && !local:
 		m.hooks = iptLeaving
 	case own && m.stage == 2 && local:
-		m.hooks, m.iif = iptLoopedBack, "lo"
+		m.hooks, m.iif = iptLoopedBack, loopback
 	case !own && m.stage == 1 && local:
 		m.hooks = iptLocal
 	case !own && m.stage == 1:
@@ -193,8 +193,9 @@ func (w *iptWalker) matches(m *iptMachine, r *iptRule, place int) (bool, error) 
 	if r.source != nil && w.asked != nil {
 		w.asked.add(Interval{r.source.Masked().Addr(), lastOf(r.source.Prefix)})
 	}
+	port := m.to.Port()
 	switch p := w.packet; {
-	case r.proto != 0 && r.proto != p.Protocol, r.port != 0 && r.port != m.to.Port(),
+	case r.proto != 0 && r.proto != p.Protocol, r.port != 0 && (port < r.port || port > max(r.port, r.last)),
 		r.dest != nil && r.dest.Contains(m.to.Addr()) == r.dest.inverted,
 		r.source != nil && r.source.Contains(p.Source.Addr()) == r.source.inverted:
 		return false, nil
@@ -244,7 +245,7 @@ func (w *iptWalker) holds(m *iptMachine, c *iptMatch) (bool, error) {
 			case "NEW":
 				holds = true
 			case "DNAT":
-				holds = holds || m.translated
+				holds = holds || m.to != w.packet.Destination
 			case "SNAT":
 				holds = holds || m.masquerade
 			case "INVALID", "RELATED", "ESTABLISHED", "UNTRACKED":

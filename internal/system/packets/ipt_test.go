@@ -21,6 +21,7 @@ const savedRules = `*nat
 :KUBE-SEP-1 - [0:0]
 :KUBE-SEP-2 - [0:0]
 :KUBE-SEP-3 - [0:0]
+:KUBE-RANGE - [0:0]
 :KUBE-MARK-MASQ - [0:0]
 :KUBE-POSTROUTING - [0:0]
 -A PREROUTING -m comment --comment "kubernetes service portals" -j KUBE-SERVICES
@@ -28,6 +29,8 @@ const savedRules = `*nat
 -A POSTROUTING -j KUBE-POSTROUTING
 -A KUBE-SERVICES -d 10.96.0.1/32 -p tcp -m tcp --dport 80 -j KUBE-SVC-A
 -A KUBE-SERVICES -d 10.96.0.2/32 -p tcp -m tcp --dport 80 -m length --length 40 -j KUBE-SVC-A
+-A KUBE-SERVICES -d 10.96.0.3/32 -p tcp -m tcp --dport 80:82 -j KUBE-RANGE
+-A KUBE-RANGE -p tcp -j DNAT --to-destination 10.244.1.3:8080
 -A KUBE-SVC-A ! -s 10.244.0.0/16 -d 10.96.0.1/32 -p tcp -m tcp --dport 80 -j KUBE-MARK-MASQ
 -A KUBE-SVC-A -m recent --rcheck --seconds 10800 --reap --name KUBE-SEP-2 --mask 255.255.255.255 --rsource -j KUBE-SEP-2
 -A KUBE-SVC-A -m statistic --mode random --probability 0.33333333349 -j KUBE-SEP-1
@@ -61,6 +64,8 @@ func TestChains(t *testing.T) {
 		{"10.244.1.1:1", "10.96.0.1:80", "1/3 10.244.1.1:8080, masqueraded, 1/3 10.244.1.2:8080, " +
 			"remembered for 10800 s, 1/3 10.244.1.3:8080"},
 		{"192.0.2.1:1", "10.96.0.1:81", "1 untouched"},
+		{"192.0.2.1:1", "10.96.0.3:82", "1 10.244.1.3:8080"},
+		{"192.0.2.1:1", "10.96.0.3:83", "1 untouched"},
 	} {
 		outcomes, err := walkSaved(t, c.from, c.to, nil)
 		labtest.Check(t, err)

@@ -141,6 +141,11 @@ var ErrBusy = errors.New("the tables were written to each time they were read")
 // ReadNFTables reads the tables of a name, of both families, in the network namespace of the calling thread. If there
 // is none, the Rules do nothing.
 func ReadNFTables(table string, host *Host) (*Rules, error) {
+	return settled("table "+table, host, func(r *reader) error { return r.named(table) })
+}
+
+// settled reads until nobody wrote meanwhile.
+func settled(what string, host *Host, read func(*reader) error) (*Rules, error) {
 	c, err := netlink.Dial(unix.NETLINK_NETFILTER, 0)
 	if err != nil {
 		return nil, fmt.Errorf("read nf_tables: %w", err)
@@ -151,45 +156,50 @@ func ReadNFTables(table string, host *Host) (*Rules, error) {
 		if err != nil {
 			return nil, err
 		}
-		rules, err := readOnce(c, table, host)
-		if err != nil {
-			return nil, fmt.Errorf("read table %s of nf_tables: %w", table, err)
+		r := reader{Conn: c, digest: sha256.New(), rules: &Rules{host: host}}
+		if err := read(&r); err != nil {
+			return nil, fmt.Errorf("read %s of nf_tables: %w", what, err)
 		}
 		after, err := c.Generation()
 		if err != nil {
 			return nil, err
 		}
 		if before == after {
-			return rules, nil
+			r.rules.order()
+			r.digest.Sum(r.rules.digest[:0])
+			return r.rules, nil
 		}
 		time.Sleep(time.Duration(try+1) * 100 * time.Millisecond)
 	}
-	return nil, fmt.Errorf("read table %s of nf_tables: %w", table, ErrBusy)
+	return nil, fmt.Errorf("read %s of nf_tables: %w", what, ErrBusy)
 }
 
-func readOnce(c *netlink.Conn, name string, host *Host) (*Rules, error) {
-	r := reader{Conn: c, digest: sha256.New(), rules: &Rules{host: host}}
+// named reads the tables of a name.
+func (r *reader) named(name string) error {
 	for _, f := range ipfamily.All {
 		t := &nfTable{family: f, name: name, chains: map[string]*nfChain{}, sets: map[string]*nfSet{}}
 		there, err := r.table(t)
+		if there {
+			err = r.contents(t)
+		}
 		if err != nil {
-			return nil, err
+			return err
 		}
-		if !there {
-			continue
-		}
-		fmt.Fprintf(r.digest, "table %s %s %v\n", f.NFT(), name, t.dormant)
-		for _, read := range []func(*nfTable) error{r.chains, r.sets, r.ruleset} {
-			if err := read(t); err != nil {
-				return nil, err
-			}
-		}
-		r.rules.tables[f] = append(r.rules.tables[f], t)
-		r.rules.size.Tables++
 	}
-	r.rules.order()
-	r.digest.Sum(r.rules.digest[:0])
-	return r.rules, nil
+	return nil
+}
+
+// contents reads what is in a table.
+func (r *reader) contents(t *nfTable) error {
+	fmt.Fprintf(r.digest, "table %s %s %v\n", t.family.NFT(), t.name, t.dormant)
+	for _, read := range []func(*nfTable) error{r.chains, r.sets, r.ruleset} {
+		if err := read(t); err != nil {
+			return err
+		}
+	}
+	r.rules.tables[t.family] = append(r.rules.tables[t.family], t)
+	r.rules.size.Tables++
+	return nil
 }
 
 // request builds a request about a table.

@@ -199,6 +199,8 @@ func (w *walker) nextHook(m *machine) bool {
 	case hookPrerouting:
 		if m.hook = hookForward; local {
 			m.hook = hookInput
+		} else if w.family == ipfamily.IPv4 && !w.bridged(m) {
+			m.prio = 0 // IPv4 forwarding sets it by the type of service, which is 0 here; IPv6 leaves it
 		}
 	case hookForward, hookOutput:
 		m.hook = hookPostrouting
@@ -206,7 +208,7 @@ func (w *walker) nextHook(m *machine) bool {
 		if !local || w.packet.Interface != "" {
 			return false
 		}
-		m.hook, m.iif, m.looped = hookPrerouting, "lo", true
+		m.hook, m.iif, m.looped = hookPrerouting, loopback, true
 	case hookInput:
 		return false
 	}
@@ -398,28 +400,67 @@ func (w *walker) meta(m *machine, op *nfOp) (result, error) {
 		m.load(op.dest, native32(m.prio))
 	case unix.NFT_META_MARK:
 		m.load(op.dest, native32(m.mark))
-	case unix.NFT_META_OIFNAME:
-		if w.packet.Out == "" {
-			return noMatch, errors.New("the interface that the packet leaves by is not known")
-		}
-		m.load(op.dest, interfaceName(w.packet.Out))
-	case unix.NFT_META_OIF:
-		m.load(op.dest, native32(cmp.Or(w.packet.OutIndex, interfaceIndex)))
-	case unix.NFT_META_IIF:
-		index := uint32(0)
-		if m.iif != "" && m.hook != hookOutput {
-			index = cmp.Or(w.packet.Index, interfaceIndex)
-		}
-		m.load(op.dest, native32(index))
-	case unix.NFT_META_IIFNAME:
-		name := m.iif // empty where there is none
-		if m.hook == hookOutput {
-			name = ""
-		}
-		m.load(op.dest, interfaceName(name))
+	case unix.NFT_META_IIF, unix.NFT_META_IIFNAME, unix.NFT_META_OIF, unix.NFT_META_OIFNAME:
+		return w.loadLink(m, op)
 	}
 	return goOn, nil
 }
+
+// nfLink is an interface; the zero nfLink stands for none. The name is empty if it is not known.
+type nfLink struct {
+	name  string
+	index uint32
+}
+
+// links returns the interfaces by which the packet came in and leaves, as the hook has them.
+func (w *walker) links(m *machine) (in, out nfLink) {
+	lo := nfLink{loopback, 1}
+	switch m.iif {
+	case "":
+	case loopback:
+		in = lo
+	default:
+		in = nfLink{m.iif, cmp.Or(w.packet.Index, interfaceIndex)}
+	}
+	switch {
+	case m.hook == hookPrerouting || m.hook == hookInput:
+		return in, nfLink{}
+	case w.bridged(m) && m.hook == hookPostrouting:
+		return nfLink{}, in
+	case w.bridged(m):
+		return in, in
+	case w.rules.host.local(w.destination(m).Addr()):
+		return in, lo
+	}
+	return in, nfLink{w.packet.Out, cmp.Or(w.packet.OutIndex, interfaceIndex)}
+}
+
+// bridged reports whether the packet stays on the bridge by which it came in.
+func (w *walker) bridged(m *machine) bool {
+	to := w.destination(m).Addr()
+	behind := func(p netip.Prefix) bool { return p.Contains(to) }
+	return to != m.origDest && slices.ContainsFunc(w.rules.host.Bridges[m.iif], behind)
+}
+
+// loadLink loads the name or the index of an interface.
+func (w *walker) loadLink(m *machine, op *nfOp) (result, error) {
+	link, out := w.links(m)
+	if op.what == unix.NFT_META_OIF || op.what == unix.NFT_META_OIFNAME {
+		link = out
+	}
+	switch {
+	case op.what == unix.NFT_META_IIF || op.what == unix.NFT_META_OIF:
+		m.load(op.dest, native32(link.index))
+	case link.name == "" && link.index != 0:
+		return noMatch, errors.New("the interface that the packet leaves by is not known")
+	default:
+		m.load(op.dest, interfaceName(link.name))
+	}
+	return goOn, nil
+}
+
+// loopback is the name of the loopback interface, whose index is 1.
+const loopback = "lo"
 
 // interfaceIndex stands for the index of every interface: a rule that names an interface by its index means one that
 // is not known here.
@@ -428,10 +469,14 @@ const interfaceIndex = 1<<31 - 1
 func (w *walker) payload(m *machine, op *nfOp) (result, error) {
 	switch op.what {
 	case baseLink:
-		if w.packet.Interface == "" {
+		if m.iif == "" { // a packet of this host has no link-layer header before it has left
 			return noMatch, nil
 		}
-		m.load(op.dest, []byte{2, 0, 0, 0, 0, 1}[op.offset-6:op.offset-6+op.n])
+		sender := []byte{2, 0, 0, 0, 0, 1}
+		if m.iif == loopback {
+			clear(sender)
+		}
+		m.load(op.dest, sender[op.offset-6:op.offset-6+op.n])
 	case baseNetwork:
 		m.load(op.dest, m.network[op.offset:op.offset+op.n])
 	case baseTransport:
@@ -577,8 +622,8 @@ func (w *walker) lot(m *machine, op *nfOp) (result, error) {
 }
 
 func (w *walker) conntrack(m *machine, op *nfOp) (result, error) {
-	tracked := w.rules.hooks[w.family][m.hook][m.base].at() >= conntrackPriority
-	if !tracked {
+	first := (m.hook == hookPrerouting || m.hook == hookOutput) && !m.looped
+	if first && w.rules.hooks[w.family][m.hook][m.base].at() < conntrackPriority { // before it is tracked
 		if op.what != unix.NFT_CT_STATE {
 			return noMatch, nil
 		}
@@ -598,7 +643,7 @@ func (w *walker) conntrack(m *machine, op *nfOp) (result, error) {
 		m.load(op.dest, []byte{0})
 	case unix.NFT_CT_STATUS:
 		status := uint32(0)
-		if m.translated {
+		if w.destination(m) != netip.AddrPortFrom(m.origDest, m.origPort) { // to what it was is no translation
 			status |= destinationNAT
 		}
 		if m.masquerade {

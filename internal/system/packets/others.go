@@ -39,6 +39,18 @@ func ReadOthers(name string, host *Host) (*Rules, error) {
 	return r.rules, nil
 }
 
+// ReadAll reads all tables of nf_tables, of the families ip, ip6 and inet, in the network namespace of the calling
+// thread.
+func ReadAll(host *Host) (*Rules, error) {
+	return settled("all tables", host, func(r *reader) error {
+		tables, err := r.others("")
+		for i := 0; err == nil && i < len(tables); i++ {
+			err = r.contents(tables[i])
+		}
+		return err
+	})
+}
+
 // others lists the tables, without what is in them.
 func (r *reader) others(name string) (tables []*nfTable, err error) {
 	var w netlink.Buffer
