@@ -95,16 +95,7 @@ func (t *Txn) Undoing() *Txn {
 
 // RollbackWith makes Rollback also undo a transaction that was planned before this one and is not written; nil means
 // none.
-func (t *Txn) RollbackWith(before *Txn) {
-	if before == nil {
-		return
-	}
-	whole := t.undo.whole
-	if t.undo = before.undo; t.undo.whole == nil {
-		t.undo.whole = whole
-	}
-	t.undo.all = true
-}
+func (t *Txn) RollbackWith(earlier *Txn) { t.undo.earlier = earlier }
 
 // Empty reports whether the transaction writes nothing.
 func (t *Txn) Empty() bool {
