@@ -183,14 +183,13 @@ const (
 // an error the kernel holds what it held before, and perhaps chains to which nothing leads (see nft.Txn.Split), which
 // the next Apply removes. The error is a *dataplane.Refused if the kernel accepts everything except what some Services
 // ask for.
-func (b *Backend) Apply(want *dataplane.State, change dataplane.Change) (dataplane.Receipt, error) {
-	var r dataplane.Receipt
+func (b *Backend) Apply(want *dataplane.State, change dataplane.Change) (r dataplane.Receipt, err error) {
 	defer b.batch.trim()
 	if b.pending.Empty() {
 		b.listAll = false
 	}
 	b.pending = mergeChange(change, b.pending)
-	for attempt := 1; ; attempt++ {
+	for range maxAttempts {
 		if err := b.reopenSockets(); err != nil {
 			return r, err
 		}
@@ -200,31 +199,43 @@ func (b *Backend) Apply(want *dataplane.State, change dataplane.Change) (datapla
 		if err != nil {
 			return r, err
 		}
-		if !txn.Empty() {
-			err = b.commit(txn, &r)
-		} else if b.syncState == stateUnknown {
-			r.Adopted = true
-		}
-		if err == nil {
-			switch {
-			case txn.Tables[0].Create != nil:
-				b.unverified = false
-			case b.unverified && b.syncState != stateInSync:
-				b.generation = 0 // the next Check begins an inspection
-			}
-			b.filling = (b.filling || txn.Tables[0].Create != nil) && len(txn.Left.Services) > 0
-			r.Repaired = !txn.Empty() && (b.syncState == stateStale || b.syncState == stateUnfixable)
-			b.syncState, b.pending = stateInSync, txn.Left
-			r.Left, r.Counted = txn.Left.Services, b.model.Counting().String()
-			fill := b.model.Fill()
-			b.fill.Store(&fill)
-			b.committed(txn)
+		if err = b.commit(txn, &r); err == nil {
+			b.committed(txn, &r)
 			return r, nil
 		}
-		if err = b.failed(txn, err); err != nil || attempt == maxAttempts {
-			return r, errors.Join(err, errAttempts(err, attempt))
+		if err = b.failed(txn, err); err != nil {
+			return r, err
 		}
 	}
+	return r, fmt.Errorf("nft: %d transactions failed, each for another reason", maxAttempts)
+}
+
+// committed takes note of a committed transaction, and does what follows from it. Whatever fails here does not undo it,
+// and is done again by a Check.
+func (b *Backend) committed(txn *nft.Txn, r *dataplane.Receipt) {
+	switch {
+	case txn.Tables[0].Create != nil:
+		b.unverified = false
+	case b.unverified && b.syncState != stateInSync:
+		b.generation = 0 // the next Check begins an inspection
+	}
+	r.Adopted = txn.Empty() && b.syncState == stateUnknown
+	r.Repaired = !txn.Empty() && (b.syncState == stateStale || b.syncState == stateUnfixable)
+	r.Left, r.Counted = txn.Left.Services, b.model.Counting().String()
+	b.syncState, b.pending, b.filling = stateInSync, txn.Left, b.fillsAfter(txn)
+	b.publishFill()
+	b.sweepAfter(txn)
+	b.rememberTables()
+}
+
+// fillsAfter says whether new tables are not complete after a transaction.
+func (b *Backend) fillsAfter(txn *nft.Txn) bool {
+	return (b.filling || txn.Tables[0].Create != nil) && len(txn.Left.Services) > 0
+}
+
+func (b *Backend) publishFill() {
+	fill := b.model.Fill()
+	b.fill.Store(&fill)
 }
 
 // ApplyAll calls Apply until nothing is left.
@@ -259,13 +270,6 @@ func mergeChange(change, waiting dataplane.Change) dataplane.Change {
 	}
 	out.Services = append(out.Services, waiting.Services...)
 	return out
-}
-
-func errAttempts(err error, attempts int) error {
-	if err == nil {
-		return fmt.Errorf("nft: %d transactions failed, each for another reason", attempts)
-	}
-	return nil
 }
 
 // limit returns how many elements a transaction may have.
@@ -442,8 +446,12 @@ func (b *Backend) planFull(want *dataplane.State, left dataplane.Change, planned
 
 // commit writes a transaction, in two parts if it has two.
 func (b *Backend) commit(txn *nft.Txn, r *dataplane.Receipt) error {
-	describe(txn, r)
+	r.Full = txn.Tables[0].Create != nil
+	r.Added, r.Replaced, r.Removed = txn.Counts()
 	r.Bytes, r.Messages = 0, 0
+	if txn.Empty() {
+		return nil
+	}
 	first, rest := txn.Split()
 	if first == nil {
 		return b.write(rest, r)
@@ -487,67 +495,11 @@ func (b *Backend) retract(first *nft.Txn, cause error) {
 	b.syncState = min(b.syncState, stateStale)
 }
 
-// describe fills in the receipt of a transaction.
-func describe(txn *nft.Txn, r *dataplane.Receipt) {
-	r.Full = txn.Tables[0].Create != nil
-	r.Added, r.Replaced, r.Removed = txn.Counts()
-}
-
-// maxElementBytes is more than any element takes in a batch, its deletion included.
-const maxElementBytes = 512
-
-// shrink limits later transactions to a size that can be sent. It says whether that may help.
-func (b *Backend) shrink(large *netlink.TooLarge) bool {
-	room := max(large.Room/maxElementBytes, 1)
-	if b.maxElements > 0 && room >= b.maxElements {
-		room = b.maxElements / 2
-	}
-	if room == 0 {
-		return false
-	}
-	b.maxElements = room
-	return true
-}
-
-// rejected is what the kernel rejected of a batch.
-type rejected struct {
-	refused []netlink.Error
-	// text names the objects.
-	text error
-}
-
-func (r *rejected) Error() string { return r.text.Error() }
-
-func (r *rejected) Unwrap() error { return r.text }
-
-// all says whether every rejection has one of the given error numbers.
-func (r *rejected) all(errnos ...unix.Errno) bool {
-	for _, x := range r.refused {
-		found := false
-		for _, e := range errnos {
-			found = found || x.Errno == e
-		}
-		if !found {
-			return false
-		}
-	}
-	return true
-}
-
-func (r *rejected) any(errno unix.Errno) bool {
-	for _, x := range r.refused {
-		if x.Errno == errno {
-			return true
-		}
-	}
-	return false
-}
-
 // send sends a batch. If the kernel rejects it, the error names the objects.
 func (b *Backend) send(bytes []byte) error {
 	refused, err := b.conn.Commit(bytes)
 	if len(refused) > 0 {
-		return &rejected{refused, errors.Join(err, b.refusals(refused))}
+		return &rejected{errors.Join(err, b.refusals(refused)), refused}
 	}
 	if err != nil {
 		return fmt.Errorf("nft: send transaction: %w", err)
@@ -579,9 +531,8 @@ func (b *Backend) refusals(refused []netlink.Error) error {
 	return errors.Join(errs...)
 }
 
-// committed does what follows a committed transaction. Whatever fails here does not undo it, and is done again by a
-// Check.
-func (b *Backend) committed(txn *nft.Txn) {
+// sweepAfter sweeps affinity maps after a transaction, where it says so.
+func (b *Backend) sweepAfter(txn *nft.Txn) {
 	sweeps := false
 	for i := range txn.Tables {
 		tt := &txn.Tables[i]
@@ -597,7 +548,6 @@ func (b *Backend) committed(txn *nft.Txn) {
 		// Most maps are small, and clients wait to be sent elsewhere.
 		_, _ = b.sweepUntil(time.Now().Add(checkBudget))
 	}
-	b.rememberTables()
 }
 
 // rememberTables records the identity of our tables, so that a later check can tell whether they are still the same.
@@ -651,9 +601,7 @@ func (b *Backend) Remove() error {
 // eachTable commits a message about each table. It adds the tables first, so that the message succeeds whether they
 // exist or not.
 func (b *Backend) eachTable(message func(ipfamily.Family)) error {
-	b.batch.Reset()
-	b.batch.messages = b.batch.messages[:0]
-	b.batch.Begin()
+	b.batch.restart()
 	for _, f := range ipfamily.All {
 		b.batch.End(b.batch.object(f, unix.NFT_MSG_NEWTABLE, unix.NLM_F_CREATE, "add table"))
 		message(f)

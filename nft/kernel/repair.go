@@ -54,9 +54,7 @@ func (b *Backend) takeOwnership() error {
 		case !b.owns || !t.exists || t.owner == port || t.flags&tablePersist == 0:
 			continue
 		}
-		b.batch.Reset()
-		b.batch.messages = b.batch.messages[:0]
-		b.batch.Begin()
+		b.batch.restart()
 		b.batch.claimTable(f, b.batch.tableFlags)
 		b.batch.Finish()
 		if err := b.send(b.batch.Bytes()); err != nil {
@@ -217,16 +215,12 @@ func (b *Backend) recount() (more bool, err error) {
 		return false, err
 	}
 	txn := b.model.Recount(len(names), recountElements)
-	if !txn.Empty() {
-		err = b.commit(txn, &dataplane.Receipt{})
-	}
-	if err != nil {
+	if err := b.commit(txn, &dataplane.Receipt{}); err != nil {
 		b.model.Rollback(txn)
 		b.syncState = stateStale
 		return false, fmt.Errorf("counters: %w", err)
 	}
-	fill := b.model.Fill()
-	b.fill.Store(&fill)
+	b.publishFill()
 	return len(b.model.Recounts(1)) > 0, nil
 }
 
