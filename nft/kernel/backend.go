@@ -38,45 +38,69 @@ type Backend struct {
 	// until the next call of the Backend.
 	Sent func(batch []byte)
 
+	// options are what was asked for, as far as the kernel supports it.
 	options Options
-	netns   *os.File
-	// dial opens a socket in a network namespace. Tests replace it to inject faults.
-	dial func(netns int) (*Conn, error)
 	// dumpMost is the constant of the same name; tests change it.
 	dumpMost int
+	sockets
+	// model is what the kernel holds, or will hold once it has committed what is planned.
+	model nft.Model
+	known
+	unwritten
+	batch batch
+	upkeep
+	published
+}
+
+// sockets are how a Backend reaches the kernel.
+type sockets struct {
+	netns *os.File
+	// dial opens a socket in a network namespace. Tests replace it to inject faults.
+	dial func(netns int) (*Conn, error)
 	// conn writes, and owns the tables. reader only reads. sweeper also only reads; its dumps of the affinity maps
 	// continue while reader is used.
 	conn, reader, sweeper *Conn
-	// owns says that Options.Own is set and that the kernel supports it.
-	owns bool
+}
 
-	model nft.Model
-	// maxElements is how many elements fit into a transaction if this process may send only so much in one datagram; 0
-	// is no limit.
-	maxElements int
-	syncState   syncState
+// known is what a Backend knows of the kernel's tables, besides what its model says. The zero value knows nothing.
+type known struct {
+	syncState syncState
+	// generation is the number of the namespace's last transaction, provided that all were ours; 0 if it is not known.
+	generation uint32
+	tables     ipfamily.Per[tableInfo]
 	// unverified says that somebody else may have changed the tables in a way that digests do not tell, and that no
 	// inspection has ended since. What is written meanwhile has no generation as its revision's number, so that a process
 	// that starts before the inspection has ended inspects everything, too.
 	unverified bool
-	// filling says that new tables are not complete yet.
-	filling bool
 	// listAll says that an element of somebody else was in the place of one of ours, and that not everything is written
 	// yet. All elements of the tables are then listed.
 	listAll bool
+}
+
+// unwritten is what a Backend has yet to write, and in which portions.
+type unwritten struct {
 	// pending is what the kernel lacks of past changes: a transaction failed, or had no room for it. The latest comes
 	// first.
 	pending dataplane.Change
+	// filling says that new tables are not complete yet.
+	filling bool
 	// ahead says that the last transaction held only small changes that went ahead of large Services. The next one
 	// continues with the large ones.
 	ahead bool
-	batch batch
-	// generation is the number of the namespace's last transaction, provided that all were ours; 0 if it is not known.
-	generation   uint32
-	tables       ipfamily.Per[tableInfo]
+	// maxElements is how many elements fit into a transaction if this process may send only so much in one datagram; 0
+	// is no limit.
+	maxElements int
+}
+
+// upkeep is what Check does, a little at a time.
+type upkeep struct {
 	sweep        affinitySweep
 	affinityFill affinityFill
 	inspection   inspection
+}
+
+// published is what may be read at any time.
+type published struct {
 	// owned is what Owned returns.
 	owned atomic.Bool
 	// fill is what Fill returns.
@@ -103,7 +127,7 @@ func Open(o Options) (*Backend, error) {
 	if err != nil {
 		return nil, fmt.Errorf("nft: network namespace: %w", err)
 	}
-	b := &Backend{options: o, netns: netns, dial: Dial, dumpMost: dumpMost}
+	b := &Backend{options: o, dumpMost: dumpMost, sockets: sockets{netns: netns, dial: Dial}}
 	b.model.Counters = o.Counters
 	for _, c := range []**Conn{&b.reader, &b.sweeper} {
 		if *c, err = b.openReader(); err != nil {
@@ -114,11 +138,11 @@ func Open(o Options) (*Backend, error) {
 		return nil, errors.Join(err, b.Close())
 	}
 	if o.Own {
-		if b.owns, err = b.conn.ownership(); err != nil {
+		if b.options.Own, err = b.conn.ownership(); err != nil {
 			return nil, errors.Join(err, b.Close())
 		}
 	}
-	if b.owns {
+	if b.options.Own {
 		b.batch.tableFlags = tableOwner | tablePersist
 	}
 	return b, nil
@@ -133,10 +157,10 @@ func (b *Backend) openWriter() (*Conn, error) {
 }
 
 // openReader opens a connection to read by.
-func (b *Backend) openReader() (*Conn, error) { return b.dial(int(b.netns.Fd())) }
+func (s *sockets) openReader() (*Conn, error) { return s.dial(int(s.netns.Fd())) }
 
 // Owns says whether only this Backend can write the tables while it holds its socket.
-func (b *Backend) Owns() bool { return b.owns }
+func (b *Backend) Owns() bool { return b.options.Own }
 
 // Owned says whether this Backend's socket owned both tables when it last looked, in a transaction or a Check. It may
 // be called at any time.
@@ -575,10 +599,9 @@ func (b *Backend) Remove() error {
 	if err := b.reopenSockets(); err != nil {
 		return err
 	}
-	b.model, b.syncState, b.pending = nft.Model{Counters: b.options.Counters}, stateUnknown, dataplane.Change{}
-	b.sweep, b.inspection, b.maxElements = affinitySweep{}, inspection{}, 0
+	b.model, b.known, b.unwritten = nft.Model{Counters: b.options.Counters}, known{}, unwritten{}
+	b.sweep, b.inspection = affinitySweep{}, inspection{}
 	b.fill.Store(nil)
-	b.tables = ipfamily.Per[tableInfo]{}
 	b.noteOwner()
 	there := false
 	for _, f := range ipfamily.All {

@@ -20,7 +20,7 @@ import (
 func (b *Backend) readBack() (*ipfamily.Per[nft.Found], error) {
 	found := &ipfamily.Per[nft.Found]{}
 	for i, f := range ipfamily.All {
-		if t := &b.tables[i]; !t.exists || t.flags&tableDormant != 0 || b.owns && t.owner == 0 {
+		if t := &b.tables[i]; !t.exists || t.flags&tableDormant != 0 || b.options.Own && t.owner == 0 {
 			return nil, nil
 		}
 		s, err := b.reader.structure(f, b.model.Structure(f), b.model.Layout(f))
@@ -51,7 +51,7 @@ func (b *Backend) takeOwnership() error {
 		switch {
 		case t.owner != 0 && t.owner != port:
 			return &Owned{f, t.owner}
-		case !b.owns || !t.exists || t.owner == port || t.flags&tablePersist == 0:
+		case !b.options.Own || !t.exists || t.owner == port || t.flags&tablePersist == 0:
 			continue
 		}
 		b.batch.restart()
