@@ -484,8 +484,12 @@ func (b *Backend) commit(txn *nft.Txn, r *dataplane.Receipt) error {
 		return err
 	}
 	err := b.write(rest, r)
-	if err != nil {
-		b.retract(first, err)
+	var large *netlink.TooLarge
+	var refused *rejected
+	if errors.As(err, &large) || errors.As(err, &refused) { // the kernel holds the first part alone
+		if undo := b.write(first.Undoing(), &dataplane.Receipt{}); undo != nil {
+			return &halfway{errors.Join(err, undo)}
+		}
 	}
 	return err
 }
@@ -504,19 +508,6 @@ func (b *Backend) write(txn *nft.Txn, r *dataplane.Receipt) error {
 		b.Sent(bytes)
 	}
 	return err
-}
-
-// retract takes away the first part of a transaction, since the second one failed. If that fails, too, or if it is not
-// known whether the second part is committed, the tables are read back.
-func (b *Backend) retract(first *nft.Txn, cause error) {
-	var large *netlink.TooLarge
-	var r *rejected
-	if errors.As(cause, &large) || errors.As(cause, &r) {
-		if b.write(first.Undoing(), &dataplane.Receipt{}) == nil {
-			return
-		}
-	}
-	b.syncState = min(b.syncState, stateStale)
 }
 
 // send sends a batch. If the kernel rejects it, the error names the objects.

@@ -76,8 +76,11 @@ func (b *Backend) failed(txn *nft.Txn, err error) error {
 func (b *Backend) judge(txn *nft.Txn, err error) (outcome, error) {
 	var large *netlink.TooLarge
 	var r *rejected
+	var half *halfway
 	created := txn.Tables[0].Create != nil
 	switch {
+	case errors.As(err, &half):
+		return readBack, nil
 	case errors.As(err, &large):
 		return b.shrink(large), err
 	case !errors.As(err, &r):
@@ -121,6 +124,10 @@ func (b *Backend) shrink(large *netlink.TooLarge) outcome {
 	}
 	return planAgain
 }
+
+// halfway says that the first part of a transaction is committed and the second is not, and that the first could not be
+// taken away again. Why is in the text alone: nothing follows from it before the tables are read back.
+type halfway struct{ error }
 
 // rejected is what the kernel rejected of a batch. Its text names the objects.
 type rejected struct {
