@@ -401,6 +401,11 @@ func (m *Model) Load(s *dataplane.State) *Txn {
 	return &Txn{undo: undo{before: before}}
 }
 
+// PlanNothing returns a transaction that writes nothing and leaves all of a change.
+func (m *Model) PlanNothing(left dataplane.Change) *Txn {
+	return &Txn{Left: left, undo: undo{before: *m}}
+}
+
 // applyRecount makes the model hold what Recount would write, as if it were already written.
 func (p *planner) applyRecount() {
 	for _, name := range p.m.recount {

@@ -393,9 +393,9 @@ func (b *Backend) planFrom(want *dataplane.State) (txn *nft.Txn, err error) {
 	if !b.tables[0].exists && !b.tables[1].exists {
 		return b.planFirst(want), nil
 	}
-	left, planned := b.planContent(want)
+	planned := b.planContent(want)
 	defer func() {
-		if err != nil && planned != nil { // the model must not hold what was never sent
+		if err != nil { // the model must not hold what was never sent
 			b.model.Rollback(planned)
 		}
 	}()
@@ -406,44 +406,50 @@ func (b *Backend) planFrom(want *dataplane.State) (txn *nft.Txn, err error) {
 		}
 	}
 	if found == nil {
-		return b.planFull(want, left, planned)
+		return b.planFull(want, planned)
 	}
 	stale := nft.AllStale()
 	if b.syncState == stateUnknown {
-		b.model.AdoptCounting(found)
-		if !b.listAll {
-			stale = b.model.Stale(found)
-		}
-		b.model.Adopt(found, stale)
+		stale = b.adopt(found)
 		last := max(found[0].Revision.Number, found[1].Revision.Number)
 		if !stale.All() && (othersFirst || last != generation) {
 			b.unverified, b.model.Generation = true, 0
 		}
-		if !stale.Any() {
-			var txn nft.Txn // the earlier process may have ended before its sweep
-			txn.Tables[0].Sweep, txn.Tables[1].Sweep = true, true
-			return &txn, nil
+		if !stale.Any() { // the earlier process may have ended before its sweep
+			planned.Tables[0].Sweep, planned.Tables[1].Sweep = true, true
+			return planned, nil
 		}
 	}
 	if err := b.readElements(found, stale); err != nil {
 		return nil, err
 	}
 	txn = b.model.Correct(found, stale)
-	txn.Left = left
-	txn.RollbackWith(planned)
+	txn.Follow(planned)
 	return txn, nil
 }
 
 // planContent brings the model to a state, unless that would be too much for one transaction: then all of what is
-// pending is left. planned, if not nil, is what to roll back if nothing is sent.
-func (b *Backend) planContent(want *dataplane.State) (left dataplane.Change, planned *nft.Txn) {
+// pending is left. Nothing of what it returns is written by itself.
+func (b *Backend) planContent(want *dataplane.State) *nft.Txn {
 	switch {
 	case b.syncState == stateUnknown || !b.model.Filled():
-		return dataplane.Change{}, b.model.Load(want)
+		return b.model.Load(want)
 	case b.model.Fits(want, b.pending.Services, b.limit(writeAtOnce)):
-		return dataplane.Change{}, b.model.Plan(want, b.pending, 0) // only the planned content is used
+		return b.model.Plan(want, b.pending, 0)
 	}
-	return b.pending, nil
+	return b.model.PlanNothing(b.pending)
+}
+
+// adopt takes over what an earlier process left of what the model wants, and returns where the tables hold anything
+// else.
+func (b *Backend) adopt(found *ipfamily.Per[nft.Found]) *nft.Stale {
+	b.model.AdoptCounting(found)
+	stale := nft.AllStale()
+	if !b.listAll {
+		stale = b.model.Stale(found)
+	}
+	b.model.Adopt(found, stale)
+	return stale
 }
 
 // planFirst plans the first of the transactions that fill new tables.
@@ -454,7 +460,7 @@ func (b *Backend) planFirst(want *dataplane.State) *nft.Txn {
 
 // planFull plans new tables that replace existing ones. It uses one transaction of any size, so that Services are never
 // missing. If that is too much to send at once, the new tables are filled in several transactions.
-func (b *Backend) planFull(want *dataplane.State, left dataplane.Change, planned *nft.Txn) (*nft.Txn, error) {
+func (b *Backend) planFull(want *dataplane.State, planned *nft.Txn) (*nft.Txn, error) {
 	if b.maxElements > 0 {
 		return b.planFirst(want), nil
 	}
@@ -463,8 +469,7 @@ func (b *Backend) planFull(want *dataplane.State, left dataplane.Change, planned
 		return nil, err
 	}
 	txn := b.model.Recreate(&affinity)
-	txn.Left = left
-	txn.RollbackWith(planned)
+	txn.Follow(planned)
 	return txn, nil
 }
 
