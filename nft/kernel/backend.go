@@ -129,23 +129,40 @@ func Open(o Options) (*Backend, error) {
 	}
 	b := &Backend{options: o, dumpMost: dumpMost, sockets: sockets{netns: netns, dial: Dial}}
 	b.model.Counters = o.Counters
-	for _, c := range []**Conn{&b.reader, &b.sweeper} {
-		if *c, err = b.openReader(); err != nil {
-			return nil, errors.Join(err, b.Close())
-		}
+	if err = b.openSockets(); err == nil && o.Own {
+		b.options.Own, err = b.conn.ownership()
 	}
-	if b.conn, err = b.openWriter(); err != nil {
+	if err != nil {
 		return nil, errors.Join(err, b.Close())
-	}
-	if o.Own {
-		if b.options.Own, err = b.conn.ownership(); err != nil {
-			return nil, errors.Join(err, b.Close())
-		}
 	}
 	if b.options.Own {
 		b.batch.tableFlags = tableOwner | tablePersist
 	}
 	return b, nil
+}
+
+// openSockets opens the sockets that there are not, and replaces those that an error has made unusable.
+func (b *Backend) openSockets() error {
+	for _, c := range []struct {
+		conn **Conn
+		open func() (*Conn, error)
+	}{{&b.reader, b.openReader}, {&b.sweeper, b.openReader}, {&b.conn, b.openWriter}} {
+		if *c.conn != nil {
+			if (*c.conn).Fresh() == nil {
+				continue
+			}
+			(*c.conn).Close() // it may be closed already
+		}
+		if c.conn == &b.conn { // the last one may have owned the tables
+			b.generation = 0
+		}
+		fresh, err := c.open()
+		if err != nil {
+			return err
+		}
+		*c.conn = fresh
+	}
+	return nil
 }
 
 // openWriter opens a connection to write by.
@@ -214,7 +231,7 @@ func (b *Backend) Apply(want *dataplane.State, change dataplane.Change) (r datap
 	}
 	b.pending = mergeChange(change, b.pending)
 	for range maxAttempts {
-		if err := b.reopenSockets(); err != nil {
+		if err := b.openSockets(); err != nil {
 			return r, err
 		}
 		start := time.Now()
@@ -592,7 +609,7 @@ func (b *Backend) Replay(batch []byte) error { return b.conn.Replay(batch) }
 // that moment: if the whole table went at once, the elements of maps would be gone and those of sets would not
 // (nft_map_deactivate), so it could find its Service gone and its address still known as a cluster IP, and be rejected.
 func (b *Backend) Remove() error {
-	if err := b.reopenSockets(); err != nil {
+	if err := b.openSockets(); err != nil {
 		return err
 	}
 	b.model, b.known, b.unwritten = nft.Model{Counters: b.options.Counters}, known{}, unwritten{}
@@ -632,7 +649,7 @@ func (b *Backend) eachTable(message func(ipfamily.Family)) error {
 // List reads the elements and counters of our tables. The structure is taken from the model.
 func (b *Backend) List() (ipfamily.Per[nft.Listing], error) {
 	var out ipfamily.Per[nft.Listing]
-	if err := b.reopenSockets(); err != nil {
+	if err := b.openSockets(); err != nil {
 		return out, err
 	}
 	for i, f := range ipfamily.All {

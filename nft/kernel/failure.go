@@ -156,7 +156,7 @@ func (b *Backend) noOtherWriter() bool {
 // lost. The revision in the tables decides.
 func (b *Backend) lookAfter(txn *nft.Txn, err error) (outcome, error) {
 	b.syncState = min(b.syncState, stateStale)
-	if rerr := b.reopenSockets(); rerr != nil {
+	if rerr := b.openSockets(); rerr != nil {
 		return giveUp, errors.Join(err, rerr)
 	}
 	for i, f := range ipfamily.All {
@@ -202,28 +202,6 @@ func (b *Backend) revision(f ipfamily.Family) (nft.Revision, error) {
 		elements[i] = listed[i].Element
 	}
 	return nft.RevisionOf(elements), err
-}
-
-// reopenSockets replaces the sockets that an error has made unusable.
-func (b *Backend) reopenSockets() error {
-	for _, c := range []struct {
-		conn **Conn
-		open func() (*Conn, error)
-	}{{&b.reader, b.openReader}, {&b.sweeper, b.openReader}, {&b.conn, b.openWriter}} {
-		if (*c.conn).Fresh() == nil {
-			continue
-		}
-		if c.conn == &b.conn { // it may have owned the tables
-			b.generation = 0
-		}
-		(*c.conn).Close() // it may be closed already
-		fresh, err := c.open()
-		if err != nil {
-			return err
-		}
-		*c.conn = fresh
-	}
-	return nil
 }
 
 // ownerError returns an error that names the table's owner, if that is the reason for EPERM.

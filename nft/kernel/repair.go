@@ -164,7 +164,7 @@ func (b *Backend) Check() (found []string, again time.Duration, err error) {
 	if b.syncState != stateInSync { // the next Apply will look
 		return nil, 0, nil
 	}
-	if err := b.reopenSockets(); err != nil {
+	if err := b.openSockets(); err != nil {
 		return nil, 0, err
 	}
 	start := time.Now()

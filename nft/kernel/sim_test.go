@@ -340,10 +340,8 @@ func (s *sim) newBackend() *Backend {
 		}
 		return &Conn{Conn: netlink.New(&simSocket{&walkWire{Wire: &simWire{k: s.k}, f: s.f}, &s.turns}, false)}, nil
 	}
-	for _, c := range []**Conn{&b.reader, &b.sweeper, &b.conn} {
-		if *c, err = b.openReader(); err != nil {
-			panic(err)
-		}
+	if err := b.openSockets(); err != nil {
+		panic(err)
 	}
 	return b
 }
