@@ -145,7 +145,6 @@ func (m *Model) Correct(found *ipfamily.Per[Found], stale *Stale) *Txn {
 		tt.Del[RevisionSet] = found[i].Revisions // whatever claims to be one
 		tt.Add[RevisionSet] = []Element{m.Revision(f).element()}
 	}
-	p.txn.undo.all = true
 	return p.txn
 }
 
@@ -410,7 +409,7 @@ func (m *Model) OwnersOf(t *Txn, refused *ipfamily.Per[[]Element]) (out ipfamily
 	for _, was := range t.undo.services {
 		names = append(names, was.name)
 	}
-	if t.undo.whole != nil || t.undo.all {
+	if len(names) == 0 { // what it adds may be of any Service
 		names = m.Names()
 	}
 	type place struct {

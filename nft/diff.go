@@ -77,7 +77,7 @@ func (m *Model) followElements() {
 func (p *planner) structures() {
 	p.chains()
 	for i, f := range ipfamily.All {
-		was, is := p.txn.undo.tables[i].structure, p.m.tables[i].structure
+		was, is := p.txn.undo.before.tables[i].structure, p.m.tables[i].structure
 		if was == is {
 			continue
 		}

@@ -65,17 +65,12 @@ type sharedAddr struct {
 
 // undo holds what Rollback needs.
 type undo struct {
-	// whole, if not nil, is the model before everything was planned anew.
-	whole *Model
-	// all says that any Service's elements may have been planned, although the model did not change.
-	all bool
-	// The rest is the state before single changes.
+	// before is the model as it was, but for its maps: these are the model's own, unless everything was planned anew.
+	before Model
+	// services are the Services that are no longer in the maps as they were; none if everything was planned.
 	services []serviceBefore
-	ranges   treeRanges
-	settings []string
-	tables   ipfamily.Per[tableModel]
-	counting Counting
-	recount  []snapshot.Name
+	// earlier, if not nil, was planned before this transaction and is not written by itself.
+	earlier *Txn
 }
 
 type serviceBefore struct {
@@ -303,21 +298,19 @@ func (p *planner) recount(more needs, raise bool) {
 // Rollback undoes the last planned transaction, which must not be in the kernel.
 func (m *Model) Rollback(t *Txn) {
 	u := &t.undo
-	if u.whole != nil {
-		*m = *u.whole
-	}
 	p := m.planner()
 	for _, was := range u.services {
 		m.release(m.services[was.name])
 	}
-	for i := len(u.services) - 1; i >= 0; i-- { // one may have been planned twice
-		was := u.services[i]
+	for _, was := range slices.Backward(u.services) { // one may have been planned twice
 		m.register(was.name, was.before)
 		p.move(was.name, m.serviceOrEmpty(was.name), was.before)
 	}
 	p.chains()
-	m.ranges, m.settings, m.tables = u.ranges, u.settings, u.tables
-	m.counting, m.recount = u.counting, u.recount
+	*m = u.before
+	if u.earlier != nil {
+		m.Rollback(u.earlier)
+	}
 }
 
 // serviceOrEmpty returns a compiled Service, never nil.
@@ -329,9 +322,7 @@ func (m *Model) serviceOrEmpty(name snapshot.Name) *service {
 }
 
 func (m *Model) planner() *planner {
-	p := &planner{m: m, fitsHalf: m.fitsHalfBudget(m.requested.total),
-		txn: &Txn{undo: undo{ranges: m.ranges, settings: m.settings, tables: m.tables, counting: m.counting,
-			recount: m.recount}}}
+	p := &planner{m: m, fitsHalf: m.fitsHalfBudget(m.requested.total), txn: &Txn{undo: undo{before: *m}}}
 	for i := range p.chainsBefore {
 		p.chainsBefore[i], p.kindsBefore[i] = map[ChainID]int{}, map[netip.Addr]uint32{}
 	}
@@ -340,7 +331,7 @@ func (m *Model) planner() *planner {
 
 // fill plans everything, or a first part, for a kernel whose content is empty or unknown.
 func (m *Model) fill(s *dataplane.State, limit int) *Txn {
-	whole := *m
+	before := *m
 	m.clear(s)
 	names := sortedNames(s.Services)
 	p := m.planner()
@@ -350,7 +341,7 @@ func (m *Model) fill(s *dataplane.State, limit int) *Txn {
 		p.shared(rangesOf(s), s.Settings)
 	}
 	p.create()
-	p.txn.undo = wholeUndo(&whole)
+	p.txn.undo = undo{before: before}
 	return p.txn
 }
 
@@ -376,11 +367,6 @@ func (p *planner) reserve(s *dataplane.State, limit int) {
 	}
 }
 
-func wholeUndo(m *Model) undo {
-	return undo{whole: m, ranges: m.ranges, settings: m.settings, tables: m.tables, counting: m.counting,
-		recount: m.recount}
-}
-
 // clear resets the model to tables without elements.
 func (m *Model) clear(s *dataplane.State) {
 	*m = Model{Counters: m.Counters, Generation: m.Generation, filled: true,
@@ -404,7 +390,7 @@ func (m *Model) expected(s *dataplane.State) Counting {
 // Load makes the model hold a state as if it were already written. The transaction that it returns writes nothing; its
 // Rollback restores what the model held before.
 func (m *Model) Load(s *dataplane.State) *Txn {
-	whole := *m
+	before := *m
 	m.clear(s)
 	p := m.planner()
 	p.silent = true
@@ -412,7 +398,12 @@ func (m *Model) Load(s *dataplane.State) *Txn {
 	p.applyRecount()
 	p.shared(rangesOf(s), s.Settings)
 	p.chains()
-	return &Txn{undo: wholeUndo(&whole)}
+	return &Txn{undo: undo{before: before}}
+}
+
+// PlanNothing returns a transaction that writes nothing and leaves all of a change.
+func (m *Model) PlanNothing(left dataplane.Change) *Txn {
+	return &Txn{Left: left, undo: undo{before: *m}}
 }
 
 // applyRecount makes the model hold what Recount would write, as if it were already written.
@@ -428,17 +419,17 @@ func (p *planner) applyRecount() {
 // Recreate plans everything that the model holds for new tables, and uses nothing that is there. affinity are the
 // entries of clients to keep; those that Remembers rejects are dropped.
 func (m *Model) Recreate(affinity *ipfamily.Per[[]Listed]) *Txn {
-	whole := *m
-	m.services, m.ranges, m.settings = make(map[snapshot.Name]*service, len(whole.services)), treeRanges{}, nil
+	before := *m
+	m.services, m.ranges, m.settings = make(map[snapshot.Name]*service, len(before.services)), treeRanges{}, nil
 	m.needs, m.requests, m.requested = needs{}, nil, counterRequests{}
 	m.emptyTables()
 	p := m.planner()
-	for _, name := range sortedNames(whole.services) {
-		s := whole.services[name].cloneUnassigned() // its slots become known
-		p.assignSlotsAndIDs(name, whole.services[name].cloneWithoutSlots(), s)
+	for _, name := range sortedNames(before.services) {
+		s := before.services[name].cloneUnassigned() // its slots become known
+		p.assignSlotsAndIDs(name, before.services[name].cloneWithoutSlots(), s)
 		p.move(name, &service{}, s)
 	}
-	p.shared(whole.ranges, whole.settings)
+	p.shared(before.ranges, before.settings)
 	for i, f := range ipfamily.All {
 		for _, e := range affinity[i] {
 			if m.Remembers(f, &e.Element) {
@@ -447,7 +438,7 @@ func (m *Model) Recreate(affinity *ipfamily.Per[[]Listed]) *Txn {
 		}
 	}
 	p.create()
-	p.txn.undo = wholeUndo(&whole)
+	p.txn.undo = undo{before: before}
 	return p.txn
 }
 
@@ -515,13 +506,13 @@ func (p *planner) create() {
 
 // revise replaces the revision of the tables to which the transaction writes.
 func (p *planner) revise() {
+	before := &p.txn.undo.before
 	for i, f := range ipfamily.All {
-		tm, was, tt := &p.m.tables[i], &p.txn.undo.tables[i], &p.txn.Tables[i]
-		if tt.empty() && was.asked == tm.asked && p.txn.undo.countingText() == countingText(p.m.counting, p.m.recount) {
+		tm, was, tt := &p.m.tables[i], &before.tables[i], &p.txn.Tables[i]
+		if tt.empty() && was.asked == tm.asked && before.countingText() == p.m.countingText() {
 			continue
 		}
-		before := Revision{was.revision, was.digests[sharedBucket], p.txn.undo.countingText(), was.asked}
-		tt.Del[RevisionSet] = []Element{before.element()}
+		tt.Del[RevisionSet] = []Element{before.Revision(f).element()}
 		tm.revision = p.number(tm.revision)
 		tt.Add[RevisionSet] = []Element{p.m.Revision(f).element()}
 		tt.Del[DigestSet], tt.Add[DigestSet] = was.digests.changed(&tm.digests)
@@ -542,20 +533,18 @@ func (p *planner) number(last uint32) uint32 {
 // Revision returns a table's revision after the last planned transaction.
 func (m *Model) Revision(f ipfamily.Family) Revision {
 	tm := &m.tables[f]
-	return Revision{tm.revision, tm.digests[sharedBucket], countingText(m.counting, m.recount), tm.asked}
+	return Revision{tm.revision, tm.digests[sharedBucket], m.countingText(), tm.asked}
 }
 
 // Digests returns a table's digests after the last planned transaction.
 func (m *Model) Digests(f ipfamily.Family) Digests { return m.tables[f].digests }
 
-func (u *undo) countingText() string { return countingText(u.counting, u.recount) }
-
 // countingText is what a revision says of counters: the level, or "some" if it differs between Services.
-func countingText(c Counting, recount []snapshot.Name) string {
-	if len(recount) > 0 {
+func (m *Model) countingText() string {
+	if len(m.recount) > 0 {
 		return "some"
 	}
-	return c.String()
+	return m.counting.String()
 }
 
 // newPoolID finds a free id for a pool, from a hash. There are sixteen million: what else pools take would not fit into

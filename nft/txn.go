@@ -93,18 +93,9 @@ func (t *Txn) Undoing() *Txn {
 	return out
 }
 
-// RollbackWith makes Rollback also undo a transaction that was planned before this one and is not written; nil means
-// none.
-func (t *Txn) RollbackWith(before *Txn) {
-	if before == nil {
-		return
-	}
-	whole := t.undo.whole
-	if t.undo = before.undo; t.undo.whole == nil {
-		t.undo.whole = whole
-	}
-	t.undo.all = true
-}
+// Follow makes a transaction stand for another one, too, that was planned before it and is not written by itself:
+// Rollback undoes both, and what the other one left is left.
+func (t *Txn) Follow(earlier *Txn) { t.undo.earlier, t.Left = earlier, earlier.Left }
 
 // Empty reports whether the transaction writes nothing.
 func (t *Txn) Empty() bool {

@@ -132,9 +132,7 @@ func (b *Backend) endSweep() error {
 // fails the batch. The kernel then names every entry that is gone, and the others are tried again.
 func (b *Backend) deleteAffinity(f ipfamily.Family, entries []nft.Element) error {
 	for len(entries) > 0 {
-		b.batch.Reset()
-		b.batch.messages = b.batch.messages[:0]
-		b.batch.Begin()
+		b.batch.restart()
 		first, n := uint32(b.batch.Count())+1, min(len(entries), deleteAtOnce)
 		for i := range n {
 			b.batch.elements(f, unix.NFT_MSG_DELSETELEM, nft.Affinity, entries[i:i+1])

@@ -38,45 +38,69 @@ type Backend struct {
 	// until the next call of the Backend.
 	Sent func(batch []byte)
 
+	// options are what was asked for, as far as the kernel supports it.
 	options Options
-	netns   *os.File
-	// dial opens a socket in a network namespace. Tests replace it to inject faults.
-	dial func(netns int) (*Conn, error)
 	// dumpMost is the constant of the same name; tests change it.
 	dumpMost int
+	sockets
+	// model is what the kernel holds, or will hold once it has committed what is planned.
+	model nft.Model
+	known
+	unwritten
+	batch batch
+	upkeep
+	published
+}
+
+// sockets are how a Backend reaches the kernel.
+type sockets struct {
+	netns *os.File
+	// dial opens a socket in a network namespace. Tests replace it to inject faults.
+	dial func(netns int) (*Conn, error)
 	// conn writes, and owns the tables. reader only reads. sweeper also only reads; its dumps of the affinity maps
 	// continue while reader is used.
 	conn, reader, sweeper *Conn
-	// owns says that Options.Own is set and that the kernel supports it.
-	owns bool
+}
 
-	model nft.Model
-	// maxElements is how many elements fit into a transaction if this process may send only so much in one datagram; 0
-	// is no limit.
-	maxElements int
-	syncState   syncState
+// known is what a Backend knows of the kernel's tables, besides what its model says. The zero value knows nothing.
+type known struct {
+	syncState syncState
+	// generation is the number of the namespace's last transaction, provided that all were ours; 0 if it is not known.
+	generation uint32
+	tables     ipfamily.Per[tableInfo]
 	// unverified says that somebody else may have changed the tables in a way that digests do not tell, and that no
 	// inspection has ended since. What is written meanwhile has no generation as its revision's number, so that a process
 	// that starts before the inspection has ended inspects everything, too.
 	unverified bool
-	// filling says that new tables are not complete yet.
-	filling bool
 	// listAll says that an element of somebody else was in the place of one of ours, and that not everything is written
 	// yet. All elements of the tables are then listed.
 	listAll bool
+}
+
+// unwritten is what a Backend has yet to write, and in which portions.
+type unwritten struct {
 	// pending is what the kernel lacks of past changes: a transaction failed, or had no room for it. The latest comes
 	// first.
 	pending dataplane.Change
+	// filling says that new tables are not complete yet.
+	filling bool
 	// ahead says that the last transaction held only small changes that went ahead of large Services. The next one
 	// continues with the large ones.
 	ahead bool
-	batch batch
-	// generation is the number of the namespace's last transaction, provided that all were ours; 0 if it is not known.
-	generation   uint32
-	tables       ipfamily.Per[tableInfo]
+	// maxElements is how many elements fit into a transaction if this process may send only so much in one datagram; 0
+	// is no limit.
+	maxElements int
+}
+
+// upkeep is what Check does, a little at a time.
+type upkeep struct {
 	sweep        affinitySweep
 	affinityFill affinityFill
 	inspection   inspection
+}
+
+// published is what may be read at any time.
+type published struct {
 	// owned is what Owned returns.
 	owned atomic.Bool
 	// fill is what Fill returns.
@@ -103,25 +127,42 @@ func Open(o Options) (*Backend, error) {
 	if err != nil {
 		return nil, fmt.Errorf("nft: network namespace: %w", err)
 	}
-	b := &Backend{options: o, netns: netns, dial: Dial, dumpMost: dumpMost}
+	b := &Backend{options: o, dumpMost: dumpMost, sockets: sockets{netns: netns, dial: Dial}}
 	b.model.Counters = o.Counters
-	for _, c := range []**Conn{&b.reader, &b.sweeper} {
-		if *c, err = b.openReader(); err != nil {
-			return nil, errors.Join(err, b.Close())
-		}
+	if err = b.openSockets(); err == nil && o.Own {
+		b.options.Own, err = b.conn.ownership()
 	}
-	if b.conn, err = b.openWriter(); err != nil {
+	if err != nil {
 		return nil, errors.Join(err, b.Close())
 	}
-	if o.Own {
-		if b.owns, err = b.conn.ownership(); err != nil {
-			return nil, errors.Join(err, b.Close())
-		}
-	}
-	if b.owns {
+	if b.options.Own {
 		b.batch.tableFlags = tableOwner | tablePersist
 	}
 	return b, nil
+}
+
+// openSockets opens the sockets that there are not, and replaces those that an error has made unusable.
+func (b *Backend) openSockets() error {
+	for _, c := range []struct {
+		conn **Conn
+		open func() (*Conn, error)
+	}{{&b.reader, b.openReader}, {&b.sweeper, b.openReader}, {&b.conn, b.openWriter}} {
+		if *c.conn != nil {
+			if (*c.conn).Fresh() == nil {
+				continue
+			}
+			(*c.conn).Close() // it may be closed already
+		}
+		if c.conn == &b.conn { // the last one may have owned the tables
+			b.generation = 0
+		}
+		fresh, err := c.open()
+		if err != nil {
+			return err
+		}
+		*c.conn = fresh
+	}
+	return nil
 }
 
 // openWriter opens a connection to write by.
@@ -133,10 +174,10 @@ func (b *Backend) openWriter() (*Conn, error) {
 }
 
 // openReader opens a connection to read by.
-func (b *Backend) openReader() (*Conn, error) { return b.dial(int(b.netns.Fd())) }
+func (s *sockets) openReader() (*Conn, error) { return s.dial(int(s.netns.Fd())) }
 
 // Owns says whether only this Backend can write the tables while it holds its socket.
-func (b *Backend) Owns() bool { return b.owns }
+func (b *Backend) Owns() bool { return b.options.Own }
 
 // Owned says whether this Backend's socket owned both tables when it last looked, in a transaction or a Check. It may
 // be called at any time.
@@ -183,15 +224,14 @@ const (
 // an error the kernel holds what it held before, and perhaps chains to which nothing leads (see nft.Txn.Split), which
 // the next Apply removes. The error is a *dataplane.Refused if the kernel accepts everything except what some Services
 // ask for.
-func (b *Backend) Apply(want *dataplane.State, change dataplane.Change) (dataplane.Receipt, error) {
-	var r dataplane.Receipt
+func (b *Backend) Apply(want *dataplane.State, change dataplane.Change) (r dataplane.Receipt, err error) {
 	defer b.batch.trim()
 	if b.pending.Empty() {
 		b.listAll = false
 	}
 	b.pending = mergeChange(change, b.pending)
-	for attempt := 1; ; attempt++ {
-		if err := b.reopenSockets(); err != nil {
+	for range maxAttempts {
+		if err := b.openSockets(); err != nil {
 			return r, err
 		}
 		start := time.Now()
@@ -200,31 +240,43 @@ func (b *Backend) Apply(want *dataplane.State, change dataplane.Change) (datapla
 		if err != nil {
 			return r, err
 		}
-		if !txn.Empty() {
-			err = b.commit(txn, &r)
-		} else if b.syncState == stateUnknown {
-			r.Adopted = true
-		}
-		if err == nil {
-			switch {
-			case txn.Tables[0].Create != nil:
-				b.unverified = false
-			case b.unverified && b.syncState != stateInSync:
-				b.generation = 0 // the next Check begins an inspection
-			}
-			b.filling = (b.filling || txn.Tables[0].Create != nil) && len(txn.Left.Services) > 0
-			r.Repaired = !txn.Empty() && (b.syncState == stateStale || b.syncState == stateUnfixable)
-			b.syncState, b.pending = stateInSync, txn.Left
-			r.Left, r.Counted = txn.Left.Services, b.model.Counting().String()
-			fill := b.model.Fill()
-			b.fill.Store(&fill)
-			b.committed(txn)
+		if err = b.commit(txn, &r); err == nil {
+			b.committed(txn, &r)
 			return r, nil
 		}
-		if err = b.failed(txn, err); err != nil || attempt == maxAttempts {
-			return r, errors.Join(err, errAttempts(err, attempt))
+		if err = b.failed(txn, err); err != nil {
+			return r, err
 		}
 	}
+	return r, fmt.Errorf("nft: %d transactions failed, each for another reason", maxAttempts)
+}
+
+// committed takes note of a committed transaction, and does what follows from it. Whatever fails here does not undo it,
+// and is done again by a Check.
+func (b *Backend) committed(txn *nft.Txn, r *dataplane.Receipt) {
+	switch {
+	case txn.Tables[0].Create != nil:
+		b.unverified = false
+	case b.unverified && b.syncState != stateInSync:
+		b.generation = 0 // the next Check begins an inspection
+	}
+	r.Adopted = txn.Empty() && b.syncState == stateUnknown
+	r.Repaired = !txn.Empty() && (b.syncState == stateStale || b.syncState == stateUnfixable)
+	r.Left, r.Counted = txn.Left.Services, b.model.Counting().String()
+	b.syncState, b.pending, b.filling = stateInSync, txn.Left, b.fillsAfter(txn)
+	b.publishFill()
+	b.sweepAfter(txn)
+	b.rememberTables()
+}
+
+// fillsAfter says whether new tables are not complete after a transaction.
+func (b *Backend) fillsAfter(txn *nft.Txn) bool {
+	return (b.filling || txn.Tables[0].Create != nil) && len(txn.Left.Services) > 0
+}
+
+func (b *Backend) publishFill() {
+	fill := b.model.Fill()
+	b.fill.Store(&fill)
 }
 
 // ApplyAll calls Apply until nothing is left.
@@ -259,13 +311,6 @@ func mergeChange(change, waiting dataplane.Change) dataplane.Change {
 	}
 	out.Services = append(out.Services, waiting.Services...)
 	return out
-}
-
-func errAttempts(err error, attempts int) error {
-	if err == nil {
-		return fmt.Errorf("nft: %d transactions failed, each for another reason", attempts)
-	}
-	return nil
 }
 
 // limit returns how many elements a transaction may have.
@@ -365,9 +410,9 @@ func (b *Backend) planFrom(want *dataplane.State) (txn *nft.Txn, err error) {
 	if !b.tables[0].exists && !b.tables[1].exists {
 		return b.planFirst(want), nil
 	}
-	left, planned := b.planContent(want)
+	planned := b.planContent(want)
 	defer func() {
-		if err != nil && planned != nil { // the model must not hold what was never sent
+		if err != nil { // the model must not hold what was never sent
 			b.model.Rollback(planned)
 		}
 	}()
@@ -378,44 +423,50 @@ func (b *Backend) planFrom(want *dataplane.State) (txn *nft.Txn, err error) {
 		}
 	}
 	if found == nil {
-		return b.planFull(want, left, planned)
+		return b.planFull(want, planned)
 	}
 	stale := nft.AllStale()
 	if b.syncState == stateUnknown {
-		b.model.AdoptCounting(found)
-		if !b.listAll {
-			stale = b.model.Stale(found)
-		}
-		b.model.Adopt(found, stale)
+		stale = b.adopt(found)
 		last := max(found[0].Revision.Number, found[1].Revision.Number)
 		if !stale.All() && (othersFirst || last != generation) {
 			b.unverified, b.model.Generation = true, 0
 		}
-		if !stale.Any() {
-			var txn nft.Txn // the earlier process may have ended before its sweep
-			txn.Tables[0].Sweep, txn.Tables[1].Sweep = true, true
-			return &txn, nil
+		if !stale.Any() { // the earlier process may have ended before its sweep
+			planned.Tables[0].Sweep, planned.Tables[1].Sweep = true, true
+			return planned, nil
 		}
 	}
 	if err := b.readElements(found, stale); err != nil {
 		return nil, err
 	}
 	txn = b.model.Correct(found, stale)
-	txn.Left = left
-	txn.RollbackWith(planned)
+	txn.Follow(planned)
 	return txn, nil
 }
 
 // planContent brings the model to a state, unless that would be too much for one transaction: then all of what is
-// pending is left. planned, if not nil, is what to roll back if nothing is sent.
-func (b *Backend) planContent(want *dataplane.State) (left dataplane.Change, planned *nft.Txn) {
+// pending is left. Nothing of what it returns is written by itself.
+func (b *Backend) planContent(want *dataplane.State) *nft.Txn {
 	switch {
 	case b.syncState == stateUnknown || !b.model.Filled():
-		return dataplane.Change{}, b.model.Load(want)
+		return b.model.Load(want)
 	case b.model.Fits(want, b.pending.Services, b.limit(writeAtOnce)):
-		return dataplane.Change{}, b.model.Plan(want, b.pending, 0) // only the planned content is used
+		return b.model.Plan(want, b.pending, 0)
 	}
-	return b.pending, nil
+	return b.model.PlanNothing(b.pending)
+}
+
+// adopt takes over what an earlier process left of what the model wants, and returns where the tables hold anything
+// else.
+func (b *Backend) adopt(found *ipfamily.Per[nft.Found]) *nft.Stale {
+	b.model.AdoptCounting(found)
+	stale := nft.AllStale()
+	if !b.listAll {
+		stale = b.model.Stale(found)
+	}
+	b.model.Adopt(found, stale)
+	return stale
 }
 
 // planFirst plans the first of the transactions that fill new tables.
@@ -426,7 +477,7 @@ func (b *Backend) planFirst(want *dataplane.State) *nft.Txn {
 
 // planFull plans new tables that replace existing ones. It uses one transaction of any size, so that Services are never
 // missing. If that is too much to send at once, the new tables are filled in several transactions.
-func (b *Backend) planFull(want *dataplane.State, left dataplane.Change, planned *nft.Txn) (*nft.Txn, error) {
+func (b *Backend) planFull(want *dataplane.State, planned *nft.Txn) (*nft.Txn, error) {
 	if b.maxElements > 0 {
 		return b.planFirst(want), nil
 	}
@@ -435,15 +486,18 @@ func (b *Backend) planFull(want *dataplane.State, left dataplane.Change, planned
 		return nil, err
 	}
 	txn := b.model.Recreate(&affinity)
-	txn.Left = left
-	txn.RollbackWith(planned)
+	txn.Follow(planned)
 	return txn, nil
 }
 
 // commit writes a transaction, in two parts if it has two.
 func (b *Backend) commit(txn *nft.Txn, r *dataplane.Receipt) error {
-	describe(txn, r)
+	r.Full = txn.Tables[0].Create != nil
+	r.Added, r.Replaced, r.Removed = txn.Counts()
 	r.Bytes, r.Messages = 0, 0
+	if txn.Empty() {
+		return nil
+	}
 	first, rest := txn.Split()
 	if first == nil {
 		return b.write(rest, r)
@@ -452,8 +506,12 @@ func (b *Backend) commit(txn *nft.Txn, r *dataplane.Receipt) error {
 		return err
 	}
 	err := b.write(rest, r)
-	if err != nil {
-		b.retract(first, err)
+	var large *netlink.TooLarge
+	var refused *rejected
+	if errors.As(err, &large) || errors.As(err, &refused) { // the kernel holds the first part alone
+		if undo := b.write(first.Undoing(), &dataplane.Receipt{}); undo != nil {
+			return &halfway{errors.Join(err, undo)}
+		}
 	}
 	return err
 }
@@ -474,80 +532,11 @@ func (b *Backend) write(txn *nft.Txn, r *dataplane.Receipt) error {
 	return err
 }
 
-// retract takes away the first part of a transaction, since the second one failed. If that fails, too, or if it is not
-// known whether the second part is committed, the tables are read back.
-func (b *Backend) retract(first *nft.Txn, cause error) {
-	var large *netlink.TooLarge
-	var r *rejected
-	if errors.As(cause, &large) || errors.As(cause, &r) {
-		if b.write(first.Undoing(), &dataplane.Receipt{}) == nil {
-			return
-		}
-	}
-	b.syncState = min(b.syncState, stateStale)
-}
-
-// describe fills in the receipt of a transaction.
-func describe(txn *nft.Txn, r *dataplane.Receipt) {
-	r.Full = txn.Tables[0].Create != nil
-	r.Added, r.Replaced, r.Removed = txn.Counts()
-}
-
-// maxElementBytes is more than any element takes in a batch, its deletion included.
-const maxElementBytes = 512
-
-// shrink limits later transactions to a size that can be sent. It says whether that may help.
-func (b *Backend) shrink(large *netlink.TooLarge) bool {
-	room := max(large.Room/maxElementBytes, 1)
-	if b.maxElements > 0 && room >= b.maxElements {
-		room = b.maxElements / 2
-	}
-	if room == 0 {
-		return false
-	}
-	b.maxElements = room
-	return true
-}
-
-// rejected is what the kernel rejected of a batch.
-type rejected struct {
-	refused []netlink.Error
-	// text names the objects.
-	text error
-}
-
-func (r *rejected) Error() string { return r.text.Error() }
-
-func (r *rejected) Unwrap() error { return r.text }
-
-// all says whether every rejection has one of the given error numbers.
-func (r *rejected) all(errnos ...unix.Errno) bool {
-	for _, x := range r.refused {
-		found := false
-		for _, e := range errnos {
-			found = found || x.Errno == e
-		}
-		if !found {
-			return false
-		}
-	}
-	return true
-}
-
-func (r *rejected) any(errno unix.Errno) bool {
-	for _, x := range r.refused {
-		if x.Errno == errno {
-			return true
-		}
-	}
-	return false
-}
-
 // send sends a batch. If the kernel rejects it, the error names the objects.
 func (b *Backend) send(bytes []byte) error {
 	refused, err := b.conn.Commit(bytes)
 	if len(refused) > 0 {
-		return &rejected{refused, errors.Join(err, b.refusals(refused))}
+		return &rejected{errors.Join(err, b.refusals(refused)), refused}
 	}
 	if err != nil {
 		return fmt.Errorf("nft: send transaction: %w", err)
@@ -579,9 +568,8 @@ func (b *Backend) refusals(refused []netlink.Error) error {
 	return errors.Join(errs...)
 }
 
-// committed does what follows a committed transaction. Whatever fails here does not undo it, and is done again by a
-// Check.
-func (b *Backend) committed(txn *nft.Txn) {
+// sweepAfter sweeps affinity maps after a transaction, where it says so.
+func (b *Backend) sweepAfter(txn *nft.Txn) {
 	sweeps := false
 	for i := range txn.Tables {
 		tt := &txn.Tables[i]
@@ -597,7 +585,6 @@ func (b *Backend) committed(txn *nft.Txn) {
 		// Most maps are small, and clients wait to be sent elsewhere.
 		_, _ = b.sweepUntil(time.Now().Add(checkBudget))
 	}
-	b.rememberTables()
 }
 
 // rememberTables records the identity of our tables, so that a later check can tell whether they are still the same.
@@ -622,13 +609,12 @@ func (b *Backend) Replay(batch []byte) error { return b.conn.Replay(batch) }
 // that moment: if the whole table went at once, the elements of maps would be gone and those of sets would not
 // (nft_map_deactivate), so it could find its Service gone and its address still known as a cluster IP, and be rejected.
 func (b *Backend) Remove() error {
-	if err := b.reopenSockets(); err != nil {
+	if err := b.openSockets(); err != nil {
 		return err
 	}
-	b.model, b.syncState, b.pending = nft.Model{Counters: b.options.Counters}, stateUnknown, dataplane.Change{}
-	b.sweep, b.inspection, b.maxElements = affinitySweep{}, inspection{}, 0
+	b.model, b.known, b.unwritten = nft.Model{Counters: b.options.Counters}, known{}, unwritten{}
+	b.sweep, b.inspection = affinitySweep{}, inspection{}
 	b.fill.Store(nil)
-	b.tables = ipfamily.Per[tableInfo]{}
 	b.noteOwner()
 	there := false
 	for _, f := range ipfamily.All {
@@ -651,9 +637,7 @@ func (b *Backend) Remove() error {
 // eachTable commits a message about each table. It adds the tables first, so that the message succeeds whether they
 // exist or not.
 func (b *Backend) eachTable(message func(ipfamily.Family)) error {
-	b.batch.Reset()
-	b.batch.messages = b.batch.messages[:0]
-	b.batch.Begin()
+	b.batch.restart()
 	for _, f := range ipfamily.All {
 		b.batch.End(b.batch.object(f, unix.NFT_MSG_NEWTABLE, unix.NLM_F_CREATE, "add table"))
 		message(f)
@@ -665,7 +649,7 @@ func (b *Backend) eachTable(message func(ipfamily.Family)) error {
 // List reads the elements and counters of our tables. The structure is taken from the model.
 func (b *Backend) List() (ipfamily.Per[nft.Listing], error) {
 	var out ipfamily.Per[nft.Listing]
-	if err := b.reopenSockets(); err != nil {
+	if err := b.openSockets(); err != nil {
 		return out, err
 	}
 	for i, f := range ipfamily.All {

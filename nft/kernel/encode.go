@@ -66,12 +66,10 @@ type message struct {
 
 // encode encodes a transaction as one batch. The bytes are valid until the next call.
 func (b *batch) encode(txn *nft.Txn) []byte {
-	b.Reset()
-	b.messages = b.messages[:0]
+	b.restart()
 	if txn.Tables[0].Create != nil {
 		b.reserve(txn)
 	}
-	b.Begin()
 	for i, f := range ipfamily.All {
 		b.table(f, &txn.Tables[i])
 	}
@@ -79,6 +77,13 @@ func (b *batch) encode(txn *nft.Txn) []byte {
 		b.Finish()
 	}
 	return b.Bytes()
+}
+
+// restart begins another batch in place of the last one.
+func (b *batch) restart() {
+	b.Reset()
+	b.messages = b.messages[:0]
+	b.Begin()
 }
 
 // keepBytes is what a batch may keep for the next: the usual change takes far less, and a node full of Services

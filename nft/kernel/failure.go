@@ -31,62 +31,119 @@ func (e *Owned) Error() string {
 	)
 }
 
-// failed decides how to handle a failed transaction. It returns nil if the caller should plan and try again at once.
+// outcome is what follows from a transaction that failed.
+type outcome uint8
+
+const (
+	// giveUp: the Apply ends with an error.
+	giveUp outcome = iota
+	// planAgain: what is known of the kernel still holds.
+	planAgain
+	// readBack: the kernel may not hold what the model says. The tables are read back before anything else is written.
+	readBack
+	// readAll is readBack with a list of all elements.
+	readAll
+	// rewrite: the tables are made anew.
+	rewrite
+	// wasCommitted: only the kernel's answer was lost.
+	wasCommitted
+)
+
+// failed does what follows from a failed transaction. It returns nil if the caller should plan and try again at once.
 func (b *Backend) failed(txn *nft.Txn, err error) error {
-	var large *netlink.TooLarge
-	if errors.As(err, &large) {
+	what, err := b.judge(txn, err)
+	if what != wasCommitted {
 		b.model.Rollback(txn)
-		shrunkBefore := b.maxElements > 0
-		if !b.shrink(large) {
-			return err
-		}
-		// A correction does not fit into one transaction: rewrite everything, in several.
-		if shrunkBefore && b.syncState != stateInSync {
-			b.syncState = stateUnfixable
-		}
-		return nil
 	}
-	var r *rejected
-	if !errors.As(err, &r) {
-		return b.resolveUnknownOutcome(txn, err)
-	}
-	switch {
-	case r.any(unix.EPERM):
-		b.model.Rollback(txn)
-		return b.ownerError(err)
-	case r.all(unix.ERESTART, unix.EAGAIN, unix.EINTR):
-		b.model.Rollback(txn)
-		return nil
-	case r.any(unix.ENOMEM): // no Service is the cause
-		b.model.Rollback(txn)
+	switch what {
+	case giveUp:
 		return err
-	case !b.noOtherWriter(), txn.Tables[0].Create == nil && b.isFirstEEXIST(err):
-		// The kernel may not hold what the model says.
-		b.listAll = b.listAll || b.isFirstEEXIST(err)
-		b.model.Rollback(txn)
+	case readBack, readAll:
+		b.listAll = b.listAll || what == readAll
 		if b.syncState == stateInSync {
 			b.syncState = stateStale
 		}
-		return nil
-	}
-	services := b.blameServices(txn)
-	b.model.Rollback(txn)
-	switch {
-	case len(services) > 0:
-		return fmt.Errorf("nft: %w", &dataplane.Refused{Services: services})
-	case b.syncState != stateUnfixable && txn.Tables[0].Create == nil:
+	case rewrite:
 		b.syncState = stateUnfixable
-		return nil
+	case wasCommitted: // what remains is to read the tables back, and to write what had no room
+		b.syncState, b.filling = stateStale, b.fillsAfter(txn)
+		b.pending = mergeChange(txn.Left, b.pending)
 	}
-	return err
+	return nil
 }
 
-// isFirstEEXIST says whether a transaction failed, for the first time, because an element exists where one of ours must
-// go. Others may have put it there before we read the tables, or a process that was stopped midway; nobody has listed
-// all elements yet.
-func (b *Backend) isFirstEEXIST(err error) bool {
+// judge says what follows from a failed transaction, and with which error Apply ends if it gives up.
+func (b *Backend) judge(txn *nft.Txn, err error) (outcome, error) {
+	var large *netlink.TooLarge
 	var r *rejected
-	return !b.listAll && errors.As(err, &r) && r.any(unix.EEXIST)
+	var half *halfway
+	created := txn.Tables[0].Create != nil
+	switch {
+	case errors.As(err, &half):
+		return readBack, nil
+	case errors.As(err, &large):
+		return b.shrink(large), err
+	case !errors.As(err, &r):
+		return b.lookAfter(txn, err)
+	case r.any(unix.EPERM):
+		return giveUp, b.ownerError(err)
+	case r.all(unix.ERESTART, unix.EAGAIN, unix.EINTR):
+		return planAgain, nil
+	case r.any(unix.ENOMEM): // no Service is the cause
+		return giveUp, err
+	case r.any(unix.EEXIST) && !created && !b.listAll:
+		// Others may have put an element there before we read the tables, or a process that was stopped midway.
+		return readAll, nil
+	case !b.noOtherWriter():
+		return readBack, nil
+	}
+	if services := b.blameServices(txn); len(services) > 0 {
+		return giveUp, fmt.Errorf("nft: %w", &dataplane.Refused{Services: services})
+	}
+	if created || b.syncState == stateUnfixable {
+		return giveUp, err
+	}
+	return rewrite, nil
+}
+
+// maxElementBytes is more than any element takes in a batch, its deletion included.
+const maxElementBytes = 512
+
+// shrink limits later transactions to a size that can be sent.
+func (b *Backend) shrink(large *netlink.TooLarge) outcome {
+	room, before := max(large.Room/maxElementBytes, 1), b.maxElements
+	if before > 0 && room >= before {
+		room = before / 2
+	}
+	if room == 0 {
+		return giveUp
+	}
+	b.maxElements = room
+	if before > 0 && b.syncState != stateInSync { // a correction cannot be split
+		return rewrite
+	}
+	return planAgain
+}
+
+// halfway says that the first part of a transaction is committed and the second is not, and that the first could not be
+// taken away again. Why is in the text alone: nothing follows from it before the tables are read back.
+type halfway struct{ error }
+
+// rejected is what the kernel rejected of a batch. Its text names the objects.
+type rejected struct {
+	error
+	refused []netlink.Error
+}
+
+func (r *rejected) Unwrap() error { return r.error }
+
+// all says whether every rejection has one of the given error numbers.
+func (r *rejected) all(errnos ...unix.Errno) bool {
+	return !slices.ContainsFunc(r.refused, func(e netlink.Error) bool { return !slices.Contains(errnos, e.Errno) })
+}
+
+func (r *rejected) any(errno unix.Errno) bool {
+	return slices.ContainsFunc(r.refused, func(e netlink.Error) bool { return e.Errno == errno })
 }
 
 // noOtherWriter says whether nobody else has written to nf_tables since the tables were last known.
@@ -95,33 +152,28 @@ func (b *Backend) noOtherWriter() bool {
 	return err == nil && generation == b.generation
 }
 
-// resolveUnknownOutcome handles a transaction that may or may not be committed: it could not be sent completely, or the
-// answers were lost. The revision in the tables decides.
-func (b *Backend) resolveUnknownOutcome(txn *nft.Txn, err error) error {
-	if rerr := b.reopenSockets(); rerr != nil {
-		b.syncState = min(b.syncState, stateStale)
-		b.model.Rollback(txn)
-		return errors.Join(err, rerr)
+// lookAfter judges a transaction that may or may not be committed: it could not be sent completely, or the answers were
+// lost. The revision in the tables decides.
+func (b *Backend) lookAfter(txn *nft.Txn, err error) (outcome, error) {
+	b.syncState = min(b.syncState, stateStale)
+	if rerr := b.openSockets(); rerr != nil {
+		return giveUp, errors.Join(err, rerr)
 	}
 	for i, f := range ipfamily.All {
 		if len(txn.Tables[i].Add[nft.RevisionSet]) == 0 {
 			continue
 		}
-		revision, rerr := b.revision(f)
-		if rerr == nil && revision == b.model.Revision(f) {
+		switch revision, rerr := b.revision(f); {
+		case rerr != nil:
+			return giveUp, errors.Join(err, rerr)
+		case revision == b.model.Revision(f):
 			continue
+		case b.holdsFirst(txn):
+			return readBack, nil
 		}
-		b.syncState = min(b.syncState, stateStale)
-		b.model.Rollback(txn)
-		if rerr == nil && b.holdsFirst(txn) {
-			return nil // the tables are read back, and the rest is written
-		}
-		return errors.Join(err, rerr)
+		return giveUp, err
 	}
-	// It is committed, as the model says. What remains is to read the tables back, and to write what had no room.
-	b.syncState, b.pending = stateStale, mergeChange(txn.Left, b.pending)
-	b.filling = (b.filling || txn.Tables[0].Create != nil) && len(txn.Left.Services) > 0
-	return nil
+	return wasCommitted, nil
 }
 
 // holdsFirst says whether the kernel holds the first part of a transaction that has two.
@@ -150,28 +202,6 @@ func (b *Backend) revision(f ipfamily.Family) (nft.Revision, error) {
 		elements[i] = listed[i].Element
 	}
 	return nft.RevisionOf(elements), err
-}
-
-// reopenSockets replaces the sockets that an error has made unusable.
-func (b *Backend) reopenSockets() error {
-	for _, c := range []struct {
-		conn **Conn
-		open func() (*Conn, error)
-	}{{&b.reader, b.openReader}, {&b.sweeper, b.openReader}, {&b.conn, b.openWriter}} {
-		if (*c.conn).Fresh() == nil {
-			continue
-		}
-		if c.conn == &b.conn { // it may have owned the tables
-			b.generation = 0
-		}
-		(*c.conn).Close() // it may be closed already
-		fresh, err := c.open()
-		if err != nil {
-			return err
-		}
-		*c.conn = fresh
-	}
-	return nil
 }
 
 // ownerError returns an error that names the table's owner, if that is the reason for EPERM.

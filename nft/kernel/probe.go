@@ -31,8 +31,7 @@ var ErrRights = errors.New("no right to change nf_tables: run as root, or with C
 // checked message by message and then thrown away. It returns nil, ErrRights, an *Unsupported, or another error.
 func (c *Conn) Probe() error {
 	b := batch{tableName: probeName}
-	b.Reset()
-	b.Begin()
+	b.restart()
 	for _, f := range ipfamily.All {
 		b.table(f, probeTable(f))
 	}
@@ -54,8 +53,7 @@ const probeName = nft.TableName + "-probe"
 // (Linux 5.12 to 6.8) a table would vanish with the last process that holds the socket, and all Services with it.
 func (c *Conn) ownership() (bool, error) {
 	b := batch{tableName: probeName}
-	b.Reset()
-	b.Begin()
+	b.restart()
 	b.claimTable(ipfamily.IPv4, tableOwner|tablePersist)
 	refused, err := c.Commit(b.Bytes())
 	if err != nil {

@@ -20,7 +20,7 @@ import (
 func (b *Backend) readBack() (*ipfamily.Per[nft.Found], error) {
 	found := &ipfamily.Per[nft.Found]{}
 	for i, f := range ipfamily.All {
-		if t := &b.tables[i]; !t.exists || t.flags&tableDormant != 0 || b.owns && t.owner == 0 {
+		if t := &b.tables[i]; !t.exists || t.flags&tableDormant != 0 || b.options.Own && t.owner == 0 {
 			return nil, nil
 		}
 		s, err := b.reader.structure(f, b.model.Structure(f), b.model.Layout(f))
@@ -51,12 +51,10 @@ func (b *Backend) takeOwnership() error {
 		switch {
 		case t.owner != 0 && t.owner != port:
 			return &Owned{f, t.owner}
-		case !b.owns || !t.exists || t.owner == port || t.flags&tablePersist == 0:
+		case !b.options.Own || !t.exists || t.owner == port || t.flags&tablePersist == 0:
 			continue
 		}
-		b.batch.Reset()
-		b.batch.messages = b.batch.messages[:0]
-		b.batch.Begin()
+		b.batch.restart()
 		b.batch.claimTable(f, b.batch.tableFlags)
 		b.batch.Finish()
 		if err := b.send(b.batch.Bytes()); err != nil {
@@ -166,7 +164,7 @@ func (b *Backend) Check() (found []string, again time.Duration, err error) {
 	if b.syncState != stateInSync { // the next Apply will look
 		return nil, 0, nil
 	}
-	if err := b.reopenSockets(); err != nil {
+	if err := b.openSockets(); err != nil {
 		return nil, 0, err
 	}
 	start := time.Now()
@@ -217,16 +215,12 @@ func (b *Backend) recount() (more bool, err error) {
 		return false, err
 	}
 	txn := b.model.Recount(len(names), recountElements)
-	if !txn.Empty() {
-		err = b.commit(txn, &dataplane.Receipt{})
-	}
-	if err != nil {
+	if err := b.commit(txn, &dataplane.Receipt{}); err != nil {
 		b.model.Rollback(txn)
 		b.syncState = stateStale
 		return false, fmt.Errorf("counters: %w", err)
 	}
-	fill := b.model.Fill()
-	b.fill.Store(&fill)
+	b.publishFill()
 	return len(b.model.Recounts(1)) > 0, nil
 }
 

@@ -330,7 +330,8 @@ func (s *sim) newBackend() *Backend {
 	if err != nil {
 		panic(err)
 	}
-	b := &Backend{netns: netns, dumpMost: oneOf(s.r, dumpMost, 4), dial: func(int) (*Conn, error) {
+	b := &Backend{dumpMost: oneOf(s.r, dumpMost, 4)}
+	b.netns, b.dial = netns, func(int) (*Conn, error) {
 		s.turns.enter()
 		if s.f.dials > 0 {
 			s.f.dials--
@@ -338,11 +339,9 @@ func (s *sim) newBackend() *Backend {
 			return nil, unix.EMFILE
 		}
 		return &Conn{Conn: netlink.New(&simSocket{&walkWire{Wire: &simWire{k: s.k}, f: s.f}, &s.turns}, false)}, nil
-	}}
-	for _, c := range []**Conn{&b.reader, &b.sweeper, &b.conn} {
-		if *c, err = b.openReader(); err != nil {
-			panic(err)
-		}
+	}
+	if err := b.openSockets(); err != nil {
+		panic(err)
 	}
 	return b
 }

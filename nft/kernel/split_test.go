@@ -115,6 +115,23 @@ func TestChainsWithoutElements(t *testing.T) {
 			g.isIn(t, g.b, g.before)
 		})
 	}
+	t.Run("refused, and they stay", func(t *testing.T) {
+		g := newGrowing(t)
+		chains, bad, name := g.chains(t), *g.after, g.change.Services[0]
+		bad.Services = maps.Clone(bad.Services)
+		bad.Services[name] = poison(bad.Services[name])
+		g.b.conn.Wire = &faulty{Wire: g.b.conn.Wire, sendErr: []error{nil, nil, unix.ENOBUFS}}
+		var refused *dataplane.Refused
+		if _, err := g.b.Apply(&bad, g.change); !errors.As(err, &refused) || refused.Services[name] == nil {
+			t.Fatalf("got %v", err)
+		}
+		_, err := g.b.ApplyAll(g.before, g.change)
+		labtest.Check(t, err)
+		if now := g.chains(t); now != chains {
+			t.Error(labtest.FirstDifference(now, chains))
+		}
+		g.isIn(t, g.b, g.before)
+	})
 	t.Run("not sent", func(t *testing.T) {
 		g := newGrowing(t)
 		g.b.conn.Wire = &faulty{Wire: g.b.conn.Wire, sendErr: []error{nil, unix.ENOBUFS}}

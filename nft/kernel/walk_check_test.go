@@ -337,7 +337,7 @@ func (w *walker) verifyQuiet() {
 		if port, err := w.backend.conn.Wire.Port(); info.owner != 0 && (err != nil || info.owner != port) {
 			w.fail("%s: the table belongs to %d, not to %d (%v)", f.NFT(), info.owner, port, err)
 		}
-		if w.backend.owns && info.owner == 0 && info.flags&tablePersist != 0 {
+		if w.backend.Owns() && info.owner == 0 && info.flags&tablePersist != 0 {
 			w.fail("%s: the table belongs to nobody", f.NFT())
 		}
 		w.handle(i, info)
