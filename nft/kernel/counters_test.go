@@ -242,14 +242,14 @@ func TestCountsGoOn(t *testing.T) {
 				continue // whose frontends stay as they are, and a process that begins does not know what was before
 			}
 			t.Run(fmt.Sprintf("%s, restart %v", name, restart), func(t *testing.T) {
-				c, b, s, st := one(t, none, change)
+				c, b, s, _ := one(t, none, change)
 				counters, to := openCounters(t, c.Node), s.frontendOf(c, dataplane.ClusterIP, ipfamily.IPv4)
 				at := dataplane.Counted{Key: dataplane.Key{Addr: to.Addr(), Protocol: snapshot.TCP, Port: to.Port()}}
 				for _, step := range steps {
 					if s.state = step.state; restart {
 						b = open(t, c.Node, Options{})
 					}
-					st = oneState(c, s, change)
+					st := oneState(c, s, change)
 					_, err := b.ApplyAll(st, dataplane.Change{Services: []snapshot.Name{s.name()}})
 					labtest.Check(t, err)
 					answer := lab.Answered
