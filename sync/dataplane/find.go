@@ -11,18 +11,19 @@ import (
 
 // EachPort ranges over a Service's ports. The Service may be nil.
 func (s *Service) EachPort() iter.Seq[*ServicePort] {
-	if s == nil {
-		return slices.Values[[]*ServicePort](nil)
+	return func(yield func(*ServicePort) bool) {
+		for i := 0; s != nil && i < len(s.Ports) && yield(s.Ports[i]); i++ {
+		}
 	}
-	return slices.Values(s.Ports)
 }
 
-// EachFrontend ranges over a Service's frontends, each with its port. The Service may be nil.
+// EachFrontend ranges over a Service's frontends, each with its port. The Service may be nil. It is short enough for
+// the compiler to make a loop of it: each change passes some.
 func (s *Service) EachFrontend() iter.Seq2[*ServicePort, *Frontend] {
 	return func(yield func(*ServicePort, *Frontend) bool) {
-		for sp := range s.EachPort() {
-			for i := range sp.Frontends {
-				if !yield(sp, &sp.Frontends[i]) {
+		for p := 0; s != nil && p < len(s.Ports); p++ {
+			for i := range s.Ports[p].Frontends {
+				if !yield(s.Ports[p], &s.Ports[p].Frontends[i]) {
 					return
 				}
 			}
