@@ -139,7 +139,7 @@ func classes(elements *[NumSets][]Element) (out []*Element) {
 	for _, set := range append(frontendSets[:], Pools) {
 		for i := range elements[set] {
 			e := &elements[set][i]
-			if id := e.PoolID(); !e.IsIndirect() && !e.InPools() && !seen[id] {
+			if id := e.PoolID(); (set == Pools || !e.IsIndirect() && !e.InPools()) && !seen[id] {
 				seen[id] = true
 				out = append(out, e)
 			}

@@ -292,12 +292,8 @@ func (c *consistency) checkFrontends() {
 		}
 	}
 	for i := range c.elements[Pools] {
-		e := &c.elements[Pools][i]
-		if led[e.ID()] != SharedPool.id() {
+		if e := &c.elements[Pools][i]; led[e.ID()] != SharedPool.id() {
 			c.report(e, "no frontend leads there")
-		}
-		if e.InPools() || e.IsIndirect() {
-			c.report(e, notOurs)
 		}
 	}
 }
@@ -328,15 +324,13 @@ func (c *consistency) checkPools() {
 	}
 }
 
-const notOurs = "its verdict is none that Verdict writes there"
-
 // checkVerdict checks a pool without a choice.
 func (c *consistency) checkVerdict(e *Element, set SetID) {
 	switch e.Leads().Kind {
 	case NoEndpoints, NoLocalEndpoints, PassOn, LeftToIPVS:
 	default:
 		if set == Endpoints { // once is enough
-			c.report(e, notOurs)
+			c.report(e, "its verdict is none that Verdict writes there")
 		}
 	}
 }

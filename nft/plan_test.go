@@ -323,6 +323,45 @@ func TestPoolsPart(t *testing.T) {
 	}
 }
 
+// TestManyPortsGetAnEndpoint: each of many ports has four frontends, which have the class of its pool themselves. With
+// one endpoint more, all of them are replaced, and a limit still bounds each transaction.
+func TestManyPortsGetAnEndpoint(t *testing.T) {
+	const limit, ports = 100, 300
+	svc := webService()
+	svc.Ports, svc.ExternalIPs = nil, []netip.Addr{addr("203.0.113.1"), addr("203.0.113.2"), addr("203.0.113.3")}
+	slice := &snapshot.Slice{Name: svc.Name, Service: svc.Name.Name}
+	for p := range ports {
+		name := fmt.Sprint("p", p)
+		svc.Ports = append(svc.Ports, snapshot.Port{Name: name, Protocol: snapshot.TCP, Port: uint16(1000 + p)})
+		slice.Ports = append(slice.Ports, snapshot.SlicePort{Name: name, Protocol: snapshot.TCP, Port: 8080})
+	}
+	state := func(endpoints int) *dataplane.State {
+		snap, s := snapshot.New(), *slice
+		for n := range endpoints {
+			s.Endpoints = append(s.Endpoints,
+				snapshot.Endpoint{Addr: addr(fmt.Sprintf("10.244.1.%d", n+1)), Ready: true, Serving: true})
+		}
+		snap.Apply(snapshot.Delta{Services: map[snapshot.Name]*snapshot.Service{svc.Name: svc},
+			Slices: map[snapshot.Name]*snapshot.Slice{s.Name: &s}})
+		st, _ := dataplane.Compute(testConfig, snap)
+		return st
+	}
+	var m Model
+	m.Plan(state(2), dataplane.Change{}, 0)
+	replacedAll := 0
+	for left := (dataplane.Change{Services: []snapshot.Name{svc.Name}}); !left.Empty(); {
+		txn := m.Plan(state(3), left, limit)
+		added, replaced, removed := txn.Counts()
+		if n := added + 2*replaced + removed; n > 2*limit {
+			t.Errorf("%d elements in one transaction", n)
+		}
+		replacedAll, left = replacedAll+replaced, txn.Left
+	}
+	if replacedAll != 4*ports {
+		t.Errorf("%d frontends are replaced, want %d", replacedAll, 4*ports)
+	}
+}
+
 // TestGiantService takes a Service with many addresses to the kernel, changes it and takes it away: one endpoint is one
 // element, and a limit bounds each transaction.
 func TestGiantService(t *testing.T) {

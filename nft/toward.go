@@ -105,6 +105,7 @@ func (t *transition) port(old, want *port) *port {
 				t.slots(&old.pools[i], &next.pools[i])
 			}
 		}
+		t.room -= old.leadsElsewhere(&next)
 	}
 	next.markUsed()
 	for i := range next.pools {
@@ -117,6 +118,16 @@ func (t *transition) port(old, want *port) *port {
 		return nil
 	}
 	return &next
+}
+
+// leadsElsewhere returns how many elements change because a pool has another class: those of its frontends.
+func (p *port) leadsElsewhere(next *port) int {
+	for i := range numPools {
+		if p.pools[i].used && next.pools[i].used && p.frontendChain(i) != next.frontendChain(i) {
+			return 2 * len(next.frontends)
+		}
+	}
+	return 0
 }
 
 // moving returns how many elements of a port change at once if slots go into other maps, since counting or session

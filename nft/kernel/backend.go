@@ -521,6 +521,7 @@ func (b *Backend) write(txn *nft.Txn, r *dataplane.Receipt) error {
 	start := time.Now()
 	b.batch.counts = b.reader.countsToKeep(txn)
 	bytes := b.batch.encode(txn)
+	b.batch.counts = nil
 	r.Encode += time.Since(start)
 	r.Bytes, r.Messages = r.Bytes+len(bytes), r.Messages+b.batch.Count()
 	start = time.Now()

@@ -108,7 +108,9 @@ func (c *Conn) readElements(found *ipfamily.Per[nft.Found], stale *nft.Stale, mo
 				return err
 			}
 		}
-		for slots, keys := range found[i].SlotKeys() {
+		all := found[i].SlotKeys()
+		for _, slots := range [...]nft.SetID{nft.Endpoints, nft.UncountedEndpoints} { // always in one order
+			keys := all[slots]
 			if stale.All() && len(keys) <= most {
 				if err := c.readSet(f, slots, stale, &found[i]); err != nil {
 					return err
