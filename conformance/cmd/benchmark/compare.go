@@ -55,7 +55,7 @@ It needs what the benchmark needs. The exit status is 1 if a difference has no k
 	f.StringArrayVar(&o.sizes, "size", compareSizes, "Services x endpoints of each; may be repeated")
 	f.StringArrayVar(&o.proxies, "proxy", compareProxies, "a kube-proxy; may be repeated")
 	f.DurationVar(&o.limit, "limit", 15*time.Minute, "how long a proxy may take to program all Services")
-	f.BoolVar(&o.docs, "docs", false, "also write the table into docs/COMPARE.md")
+	f.BoolVar(&o.docs, "docs", false, "also write the table into docs/evidence/TEST-RUNS.md")
 	f.StringVar(&o.source, "source", "", "the directory of Verdict's sources; empty means that of the working directory")
 	return cmd
 }
@@ -113,7 +113,7 @@ func (o *compareOptions) show(out io.Writer, all []*results.Comparison) error {
 		return err
 	}
 	if o.docs {
-		document := filepath.Join(o.source, "docs", "COMPARE.md")
+		document := filepath.Join(o.source, "docs", "evidence", "TEST-RUNS.md")
 		if err := results.UpdateFile(document, "compare", table.String()); err != nil {
 			return err
 		}
