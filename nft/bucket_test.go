@@ -1,6 +1,10 @@
 package nft
 
-import "testing"
+import (
+	"net/netip"
+	"slices"
+	"testing"
+)
 
 // TestJhash compares with values of Bob Jenkins' lookup3 for the bytes 1, 2, 3 and so on, on a little-endian machine.
 // Another implementation gave them, which also gives his own for "Four score and seven years ago".
@@ -20,5 +24,17 @@ func TestJhash(t *testing.T) {
 		if got := jhash(key, c.seed); got != c.want {
 			t.Errorf("%d bytes with seed %d: %#08x; want %#08x", c.length, c.seed, got, c.want)
 		}
+	}
+}
+
+// TestBucketsAreAllUsed: clients spread over all buckets.
+func TestBucketsAreAllUsed(t *testing.T) {
+	const buckets = 16
+	var used [buckets]bool
+	for i := range 1000 {
+		used[bucketOf(netip.AddrFrom4([4]byte{10, 0, byte(i >> 8), byte(i)}), buckets)] = true
+	}
+	if slices.Contains(used[:], false) {
+		t.Errorf("buckets used: %v", used)
 	}
 }

@@ -291,3 +291,33 @@ func TestEjectedNearSpills(t *testing.T) {
 		}
 	}
 }
+
+// TestNearEndpointStartsSlowly: the weights that a Service gets by its zones include the slow start of its endpoints.
+func TestNearEndpointStartsSlowly(t *testing.T) {
+	n := snapshot.Name{Namespace: "a", Name: "web"}
+	weights := func(tenths map[int]uint8) (first, second uint16) {
+		d := startingDelta(n, &snapshot.Scheduling{PreferNear: true}, 4, tenths)
+		for i := range d.Slices[n].Endpoints {
+			d.Slices[n].Endpoints[i].Zone = string("aabb"[i])
+		}
+		d.Node = &snapshot.Node{Name: "n9", Zone: "a"}
+		snap := snapshot.New()
+		snap.Apply(d)
+		st, _ := Compute(Config{}, snap)
+		for _, e := range st.Services[n].Ports[0].Cluster.Endpoints {
+			switch e.Addr() {
+			case startingAddr(0):
+				first = max(e.Weight, 1)
+			case startingAddr(1):
+				second = max(e.Weight, 1)
+			}
+		}
+		return first, second
+	}
+	if first, second := weights(nil); first != second {
+		t.Errorf("weights %d and %d; want equal ones", first, second)
+	}
+	if first, second := weights(map[int]uint8{1: 2}); second == 0 || second*4 > first {
+		t.Errorf("the second endpoint starts with 2 tenths: weights %d and %d", first, second)
+	}
+}
