@@ -10,13 +10,12 @@ import (
 	"strings"
 	"time"
 
-	"github.com/verdict-proxy/verdict/nft"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
 // Packet is the first packet of a connection.
-type Packet = nft.Packet
+type Packet = dataplane.Packet
 
 // Host is what a walk asks of the machine besides its rules.
 type Host struct {

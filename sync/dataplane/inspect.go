@@ -35,13 +35,13 @@ type Packet struct {
 	Interface string
 }
 
-// LocalNode is what a Trace has to know of the node. A function that is nil says no to everything.
+// LocalNode is what a Trace has to know of the node.
 type LocalNode struct {
-	// Local says which addresses are the node's own: a packet that comes in by an interface and goes there never leaves
-	// again.
-	Local func(netip.Addr) bool
+	// Addrs are the node's own: a packet that comes in by an interface and goes there never leaves again. Loopback
+	// addresses are in any case.
+	Addrs []netip.Addr
 	// Bridged says whether a packet that came in by an interface and goes to an address stays on a bridge, which shows
-	// it to netfilter: then the kernel tells no incoming interface in postrouting.
+	// it to netfilter: then the kernel tells no incoming interface in postrouting. Nil: no packet does.
 	Bridged func(iface string, to netip.Addr) bool
 }
 

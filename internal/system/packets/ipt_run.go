@@ -93,7 +93,8 @@ func (w *iptWalker) run(m *iptMachine) error {
 			}
 		}
 		if len(m.hooks) == 0 && !w.nextStage(m) {
-			return w.end(m, Ending{})
+			w.end(m, Ending{})
+			return nil
 		}
 	}
 }
@@ -117,7 +118,7 @@ func (w *iptWalker) nextStage(m *iptMachine) bool {
 	return true
 }
 
-func (w *iptWalker) end(m *iptMachine, e Ending) error {
+func (w *iptWalker) end(m *iptMachine, e Ending) {
 	if e.Verdict == Untouched {
 		if m.translated {
 			e.Verdict, e.To, e.Recalled = Sent, m.to, m.recalled
@@ -131,7 +132,7 @@ func (w *iptWalker) end(m *iptMachine, e Ending) error {
 	if len(m.lists) > 0 {
 		o.Memory = m.lists
 	}
-	return w.out.add(o)
+	w.out.add(o)
 }
 
 // maxChainDepth bounds how deep chains may call each other.
@@ -219,17 +220,12 @@ func (w *iptWalker) lot(m *iptMachine, r *iptRule, place int) (bool, error) {
 	if r.chance.Num == 0 {
 		return false, nil
 	}
-	hit, ok := m.chance.Times(r.chance)
-	miss, also := m.chance.Times(NewChance(r.chance.Den-r.chance.Num, r.chance.Den))
-	if !ok || !also {
-		return false, errChance
-	}
 	other := *m
-	other.chance = miss
+	other.chance = m.chance.Times(NewChance(r.chance.Den-r.chance.Num, r.chance.Den))
 	other.lists, other.stack = slices.Clone(m.lists), slices.Clone(m.stack)
 	other.stack[len(other.stack)-1].next = place + 1
 	w.queue = append(w.queue, &other)
-	m.chance = hit
+	m.chance = m.chance.Times(r.chance)
 	return true, nil
 }
 
@@ -284,9 +280,11 @@ func (w *iptWalker) target(m *iptMachine, r *iptRule) (ended bool, err error) {
 	case "RETURN":
 		m.stack = m.stack[:len(m.stack)-1]
 	case "DROP":
-		return true, w.end(m, Ending{Verdict: Dropped})
+		w.end(m, Ending{Verdict: Dropped})
+		return true, nil
 	case "REJECT":
-		return true, w.end(m, Ending{Verdict: Rejected, Reject: iptReject(r.value)})
+		w.end(m, Ending{Verdict: Rejected, Reject: iptReject(r.value)})
+		return true, nil
 	case "MARK":
 		mark, mask, err := parseMark(r.value)
 		if err != nil {

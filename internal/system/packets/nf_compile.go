@@ -4,6 +4,8 @@ import (
 	"encoding/binary"
 	"fmt"
 	"math/bits"
+	"reflect"
+	"slices"
 
 	"golang.org/x/sys/unix"
 
@@ -68,6 +70,8 @@ type nfOp struct {
 	bits     int // of the source address that are compared
 	// timeout is that of the element that an update adds, in milliseconds.
 	timeout uint64
+	// isLot says that a hash chooses from a fixed map. One that finds a client again in a dynamic map does not.
+	isLot bool
 	// unknown says what the package does not know of the expression.
 	unknown string
 }
@@ -523,8 +527,7 @@ func holds(f ipfamily.Family, op *nfOp) held {
 	return h
 }
 
-// findHashLots turns hashes by which a rule chooses from a fixed map into lots: of many clients, each value is as
-// likely as another. A hash that finds a client again in a dynamic map stays one.
+// findHashLots finds the hashes by which a rule chooses from a fixed map.
 func findHashLots(ops []nfOp) {
 	for i := range ops {
 		if ops[i].kind != opHash {
@@ -533,11 +536,43 @@ func findHashLots(ops []nfOp) {
 		for k := i + 1; k < len(ops); k++ {
 			if op := &ops[k]; op.kind == opLookup && !op.set.dynamic() &&
 				ops[i].dest >= op.source && ops[i].dest < op.source+op.n {
-				ops[i].kind, ops[i].source, ops[i].n = opLot, 0, 0
+				ops[i].isLot = true
 				break
 			}
 		}
 	}
+}
+
+// prepare finds the lots of a chain's rules, and which rules repeat one.
+func (c *nfChain) prepare() {
+	for i := len(c.rules) - 1; i >= 0; i-- {
+		r := &c.rules[i]
+		if r.lot, r.again = lotIn(r.ops), 0; r.lot > 0 && r.ops[len(r.ops)-1].kind == opNAT && i+1 < len(c.rules) &&
+			reflect.DeepEqual(r.ops, c.rules[i+1].ops) {
+			r.again = c.rules[i+1].again + 1
+		}
+	}
+}
+
+// lotIn returns the place behind the lot of a rule that does nothing else before, and behind that nothing but look it
+// up and end with what it finds; 0 if there is none.
+func lotIn(ops []nfOp) int {
+	lot := slices.IndexFunc(ops, func(op nfOp) bool { return op.kind == opLot || op.isLot })
+	if lot < 0 || lot+1 == len(ops) {
+		return 0
+	}
+	for _, op := range ops[:lot] {
+		if op.kind != opMeta && op.kind != opPayload && op.kind != opBitwise {
+			return 0
+		}
+	}
+	look, rest := &ops[lot+1], ops[lot+2:]
+	ends := len(rest) == 1 && rest[0].kind == opNAT || len(rest) == 0
+	if !ends || look.kind != opLookup || !look.isMap || look.inverted || look.set.dynamic() ||
+		ops[lot].dest < look.source || ops[lot].dest >= look.source+look.n {
+		return 0
+	}
+	return lot + 1
 }
 
 // rejectName says with what a packet is answered.

@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"net/netip"
 	"os"
+	"slices"
 	"strings"
 	"time"
 
@@ -100,10 +101,7 @@ func (i *Inspector) Trace(ctx context.Context, p dataplane.Packet, node dataplan
 	if saved == nil {
 		return nil, fmt.Errorf("failed to read the %s rules of iptables: %w", f, i.programs.Missing(f))
 	}
-	local := node.Local
-	if local == nil {
-		local = func(netip.Addr) bool { return false }
-	}
+	local := func(a netip.Addr) bool { return slices.Contains(node.Addrs, a) }
 	var left time.Duration // for which the sender is remembered
 	w, err := saved.Walk(p, iptshim.Host{Here: local,
 		Recent: func(list string, sender netip.Addr, within time.Duration) bool {
