@@ -10,10 +10,10 @@ import (
 // in the commit what the lines are for, and what they replace.
 var budget = map[string]int{
 	"cmd":              3_800,
-	"nft":              18_350,
+	"nft":              17_850,
 	"ipvsplugin":       3_300,
 	"sync":             14_450,
-	"internal/system":  6_200,
+	"internal/system":  6_320,
 	"internal/proxy":   22_350,
 	"internal/answers": 11_600,
 	"internal/lab":     7_000,

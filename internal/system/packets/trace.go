@@ -1,6 +1,8 @@
 package packets
 
 import (
+	"fmt"
+	"io"
 	"slices"
 
 	"golang.org/x/sys/unix"
@@ -9,10 +11,13 @@ import (
 	"github.com/verdict-proxy/verdict/internal/system/netlink"
 )
 
-// Trace is how one packet went.
+// Trace is how one packet may go. What happens to next to no packet is left out.
 type Trace struct {
-	// Outcomes are in the order of the lots that lead to them; several may have the same Ending.
+	// Outcomes are in the order of the lots that lead to them, each Ending once.
 	Outcomes []Outcome
+	// Steps are the rules that looked at the packet, in their order, and Later those that did after it was translated, or
+	// behind its first hook, on the way to the first of the Outcomes that has any.
+	Steps, Later []*Step
 	// Unclear says what is not known of rules that the packet met, which are taken for rules that do not match.
 	Unclear []string
 	// failed is what went wrong when elements were read.
@@ -28,9 +33,11 @@ func (t *Trace) unclear(err error) {
 // Step is a rule that looked at a packet, with those that did before it.
 type Step struct {
 	Before *Step
-	Chain  string
-	// Rule is the rule's place in the Chain, from 0.
-	Rule int
+	// Table is empty for nf_tables. Rule is the rule's place in the Chain, from 0, and Text what iptables-save prints of
+	// it behind the chain.
+	Table, Chain string
+	Rule         int
+	Text         string
 	// Matched says that all of the rule was carried out, Later that the packet was translated before, or behind its first
 	// hook.
 	Matched, Later bool
@@ -44,13 +51,60 @@ type Found struct {
 	Keys [][]byte
 }
 
-// Steps returns the steps up to one, in their order.
-func (s *Step) Steps() (list []*Step) {
-	for ; s != nil; s = s.Before {
+// Decided returns the last step up to one that matched and is not Later; nil if there is none.
+func (s *Step) Decided() *Step {
+	for s != nil && (s.Later || !s.Matched) {
+		s = s.Before
+	}
+	return s
+}
+
+// stepPlace is where the rule of a step is.
+type stepPlace struct {
+	table, chain string
+	rule         int
+}
+
+// gather puts together what ways have in common.
+func (t *Trace) gather(ways []Outcome) {
+	never := Chance{0, 1}
+	at, met, places := map[Ending]int{}, map[*Step]bool{}, map[stepPlace]*Step{}
+	for _, o := range ways {
+		if n, known := at[o.Ending]; known {
+			t.Outcomes[n].Chance = t.Outcomes[n].Chance.Plus(o.Chance)
+		} else {
+			at[o.Ending], t.Outcomes = len(t.Outcomes), append(t.Outcomes, o)
+		}
+		if !o.Chance.Near(never) {
+			t.addSteps(&o, met, places)
+		}
+	}
+	t.Outcomes = slices.DeleteFunc(t.Outcomes, func(o Outcome) bool { return o.Chance.Near(never) })
+}
+
+// addSteps adds the steps to an outcome that are not among those that were met. Other outcomes may have met the same
+// rules.
+func (t *Trace) addSteps(o *Outcome, met map[*Step]bool, places map[stepPlace]*Step) {
+	var list []*Step
+	for s := o.Last; s != nil && !met[s]; s = s.Before {
+		met[s] = true
 		list = append(list, s)
 	}
-	slices.Reverse(list)
-	return list
+	later := len(t.Later) == 0 && o.Verdict != Untouched
+	for _, s := range slices.Backward(list) {
+		at := stepPlace{s.Table, s.Chain, s.Rule}
+		switch same := places[at]; {
+		case s.Later && later:
+			t.Later = append(t.Later, s)
+		case s.Later:
+		case same == nil:
+			own := *s
+			places[at], t.Steps = &own, append(t.Steps, &own)
+		default:
+			same.Matched = same.Matched || s.Matched
+			same.Found = append(same.Found, s.Found...)
+		}
+	}
 }
 
 // Source is a table of nf_tables of which the elements are read as packets ask for them.
@@ -107,7 +161,7 @@ func (s *Source) Trace(p Packet, host *Host) (*Trace, error) {
 	r.order()
 	w := walker{rules: &r, packet: &p, trace: &Trace{}}
 	err := w.walk()
-	w.trace.Outcomes = w.out
+	w.trace.gather(w.out)
 	return w.trace, err
 }
 
@@ -124,4 +178,23 @@ func (t *nfTable) read(s *Source, set string, keys [][]byte) ([]*nfElement, erro
 		}
 	}
 	return out, err
+}
+
+// ParseTraced reads what iptables-save, or ip6tables-save, prints for Trace.
+func ParseTraced(f ipfamily.Family, text []byte, host *Host) (*Chains, error) {
+	c := &Chains{host: host, seconds: map[string]uint32{}, keepsText: true}
+	c.tables[f] = map[string]map[string]*iptChain{}
+	if err := c.parse(f, text, io.Discard); err != nil {
+		return nil, fmt.Errorf("iptables, %s: %w", f, err)
+	}
+	return c, nil
+}
+
+// Trace follows a packet. Recent, if not nil, reports whether a list of xt_recent, such as "KUBE-SEP-...", holds the
+// sender, seen within so many seconds. The error says that the chains lead in a circle.
+func (c *Chains) Trace(p Packet, recent func(list string, seconds uint32) bool) (*Trace, error) {
+	w := iptWalker{chains: c, packet: &p, trace: &Trace{}, recent: recent}
+	err := w.walk()
+	w.trace.gather(w.out)
+	return w.trace, err
 }
