@@ -1,10 +1,10 @@
 package iptshim
 
 import (
-	"net/netip"
 	"errors"
 	"fmt"
 	"maps"
+	"net/netip"
 	"slices"
 	"strings"
 	"testing"
