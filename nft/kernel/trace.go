@@ -41,8 +41,15 @@ func (t *TableFound) walk(from Tables, p dataplane.Packet, node dataplane.LocalN
 		return nil, nil, err
 	}
 	w = &nft.Walk{}
+	slots, all := make([]int, len(trace.Outcomes)), 0
 	for i := range trace.Outcomes {
-		w.Endings = append(w.Endings, x.ending(&trace.Outcomes[i]))
+		end, n := x.ending(&trace.Outcomes[i])
+		w.Endings, slots[i], all = append(w.Endings, end), n, all+n
+	}
+	for i, n := range slots { // the chances of most are as many as their slots: 2 of 10, and not 1 of 5
+		if n > 0 && trace.Outcomes[i].Chance.Near(packets.NewChance(uint64(n), uint64(all))) {
+			w.Endings[i].Share, w.Endings[i].Of = n, all
+		}
 	}
 	for _, s := range trace.Steps {
 		w.Steps = append(w.Steps, x.step(s))
@@ -123,9 +130,10 @@ func (x *tracing) step(s *packets.Step) nft.Step {
 var outcomes = [...]dataplane.Outcome{packets.Untouched: dataplane.Untouched, packets.Sent: dataplane.Sent,
 	packets.Rejected: dataplane.Rejected, packets.Dropped: dataplane.Dropped}
 
-// ending returns an outcome as an Inspector gives it.
-func (x *tracing) ending(o *packets.Outcome) dataplane.Ending {
-	e, by := dataplane.Ending{Outcome: outcomes[o.Verdict]}, o.Last.Decided()
+// ending returns an outcome as an Inspector gives it, and how many slots lead to it.
+func (x *tracing) ending(o *packets.Outcome) (e dataplane.Ending, slots int) {
+	e.Outcome = outcomes[o.Verdict]
+	by := o.Last.Decided()
 	e.Share, e.Of = o.Chance.Short()
 	switch {
 	case o.Verdict == packets.Untouched && by != nil && by.Chain == (nft.ChainID{Kind: nft.LeftToIPVS}).Name():
@@ -136,9 +144,9 @@ func (x *tracing) ending(o *packets.Outcome) dataplane.Ending {
 		e.Endpoint, e.Masquerade, e.Hairpin = o.To, o.Masqueraded, o.Masqueraded && x.packet.Source == o.To.Addr()
 		e.Remember, e.Remembered = time.Duration(o.Remembered)*time.Second, o.Recalled
 		step := x.step(by)
-		if n := len(step.Found); n > 0 {
-			e.Connections, e.Left = step.Connections(), step.Found[n-1].Expires
+		if slots = len(step.Found); slots > 0 {
+			e.Connections, e.Left = step.Connections(), step.Found[slots-1].Expires
 		}
 	}
-	return e
+	return e, slots
 }

@@ -210,7 +210,7 @@ func TestDisagreements(t *testing.T) {
 		{"twice the same", func(r *replayed) {
 			e := slots(r)[1]
 			put(r, e, e.Set, e.Key(), slots(r)[0].Data())
-		}, "10.244.1.1:8080: the objects say 1 of 2 connections, the kernel 1 of 1; " +
+		}, "10.244.1.1:8080: the objects say 1 of 2 connections, the kernel 2 of 2; " +
 			"10.244.1.2:8080: the objects say an endpoint, the kernel none of the endpoints"},
 		{"remembered", func(r *replayed) {
 			key := nft.AffinityElement(slots(r)[0].ID(), toService.Source)
@@ -254,8 +254,9 @@ func TestTraceShares(t *testing.T) {
 		endpoints int
 		hash      dataplane.Hash
 		endings   int
-	}{{1, 0, 1}, {7, 0, 7}, {41, 0, 41}, {700, 0, 700}, {5000, 0, 5000}, {7, dataplane.HashAddr, 1},
-		{7, dataplane.HashAddrPort, 7}} {
+		slots     int
+	}{{1, 0, 1, 1}, {7, 0, 7, 7}, {41, 0, 41, 41}, {700, 0, 700, 700}, {5000, 0, 5000, 5000},
+		{7, dataplane.HashAddr, 1, 1}, {7, dataplane.HashAddrPort, 7, 4093}} {
 		st, _ := dataplane.Compute(configs["cluster CIDR"], service(snapshot.Service{}, test.endpoints))
 		for _, sp := range st.Services[snapshot.Name{Namespace: "default", Name: "web"}].Ports {
 			sp.Hash = test.hash
@@ -263,7 +264,7 @@ func TestTraceShares(t *testing.T) {
 		got := traced(t, replayOf(t, st), toService, dataplane.LocalNode{})
 		for _, e := range got.Endings {
 			if off := float64(e.Share)/float64(e.Of)*float64(test.endings) - 1; off < -0.03 || off > 0.03 ||
-				e.Outcome != dataplane.Sent {
+				e.Outcome != dataplane.Sent || e.Of != test.slots {
 				t.Errorf("%+v: %+v", test, e)
 			}
 		}

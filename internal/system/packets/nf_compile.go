@@ -4,8 +4,6 @@ import (
 	"encoding/binary"
 	"fmt"
 	"math/bits"
-	"reflect"
-	"slices"
 
 	"golang.org/x/sys/unix"
 
@@ -525,54 +523,6 @@ func holds(f ipfamily.Family, op *nfOp) held {
 		h.what = holdsPort
 	}
 	return h
-}
-
-// findHashLots finds the hashes by which a rule chooses from a fixed map.
-func findHashLots(ops []nfOp) {
-	for i := range ops {
-		if ops[i].kind != opHash {
-			continue
-		}
-		for k := i + 1; k < len(ops); k++ {
-			if op := &ops[k]; op.kind == opLookup && !op.set.dynamic() &&
-				ops[i].dest >= op.source && ops[i].dest < op.source+op.n {
-				ops[i].isLot = true
-				break
-			}
-		}
-	}
-}
-
-// prepare finds the lots of a chain's rules, and which rules repeat one.
-func (c *nfChain) prepare() {
-	for i := len(c.rules) - 1; i >= 0; i-- {
-		r := &c.rules[i]
-		if r.lot, r.again = lotIn(r.ops), 0; r.lot > 0 && r.ops[len(r.ops)-1].kind == opNAT && i+1 < len(c.rules) &&
-			reflect.DeepEqual(r.ops, c.rules[i+1].ops) {
-			r.again = c.rules[i+1].again + 1
-		}
-	}
-}
-
-// lotIn returns the place behind the lot of a rule that does nothing else before, and behind that nothing but look it
-// up and end with what it finds; 0 if there is none.
-func lotIn(ops []nfOp) int {
-	lot := slices.IndexFunc(ops, func(op nfOp) bool { return op.kind == opLot || op.isLot })
-	if lot < 0 || lot+1 == len(ops) {
-		return 0
-	}
-	for _, op := range ops[:lot] {
-		if op.kind != opMeta && op.kind != opPayload && op.kind != opBitwise {
-			return 0
-		}
-	}
-	look, rest := &ops[lot+1], ops[lot+2:]
-	ends := len(rest) == 1 && rest[0].kind == opNAT || len(rest) == 0
-	if !ends || look.kind != opLookup || !look.isMap || look.inverted || look.set.dynamic() ||
-		ops[lot].dest < look.source || ops[lot].dest >= look.source+look.n {
-		return 0
-	}
-	return lot + 1
 }
 
 // rejectName says with what a packet is answered.
