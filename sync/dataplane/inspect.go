@@ -49,7 +49,7 @@ type LocalNode struct {
 type Trace struct {
 	// Cause says why the packet has its outcome, as far as the rules tell.
 	Cause Cause
-	// Endings are what can become of the packet; their chances add up to 1.
+	// Endings are what can become of the packet, each endpoint once; their chances add up to 1, but for rounding.
 	Endings []Ending
 	// Steps are the rules that looked at the packet, in their order.
 	Steps []TraceStep
@@ -88,7 +88,7 @@ type TraceStep struct {
 // Ending is something that can become of a packet.
 type Ending struct {
 	Outcome Outcome
-	// Share of Of is its chance.
+	// Share of Of is its chance; Of is less than 2^31.
 	Share, Of int
 	// Endpoint is where it is sent; invalid if it is not Sent.
 	Endpoint netip.AddrPort
