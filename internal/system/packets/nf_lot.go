@@ -112,48 +112,43 @@ func (w *walker) draws(m *machine, op *nfOp, r *nfRule) (list []draw, err error)
 		return list, nil
 	}
 	look := &r.ops[m.op]
-	keys := make([][]byte, op.modulus)
-	for v := range op.modulus {
+	key := func(v uint32) []byte {
 		m.load(op.dest, native32(v+uint32(op.offset)))
-		keys[v] = bytes.Clone(m.regs[look.source : look.source+look.n])
+		return m.regs[look.source : look.source+look.n]
 	}
-	found := make([]*nfElement, len(keys))
-	if look.set.read == nil {
-		for v, key := range keys {
-			found[v] = look.set.find(key)
+	find := func(v uint32) *nfElement { return look.set.find(key(v)) }
+	var keys [][]byte
+	if look.set.read != nil {
+		for v := range op.modulus {
+			keys = append(keys, bytes.Clone(key(v)))
 		}
-	} else if found, err = look.set.read(keys); err != nil {
-		w.trace.failed = err
-		return nil, err
+		found, err := look.set.read(keys)
+		if w.trace.failed = err; err != nil {
+			return nil, err
+		}
+		find = func(v uint32) *nfElement { return found[v] }
 	}
-	at := map[nfLeads]int{}
-	miss := draw{miss: true}
-	for v, e := range found {
+	miss, at := draw{miss: true}, map[string]int{} // by the data
+	for v := range op.modulus {
+		e := find(v)
 		if e == nil {
 			if miss.n++; miss.n == 1 {
-				miss.value = uint32(v)
+				miss.value = v
 			}
 			continue
 		}
-		to := nfLeads{string(e.data), e.code, e.chain, e.odd}
-		i, known := at[to]
-		if !known {
-			i, at[to] = len(list), len(list)
-			list = append(list, draw{value: uint32(v)})
+		i, known := at[string(e.data)]
+		if !known || e.data == nil || e.odd != "" {
+			i, list = len(list), append(list, draw{value: v})
+			at[string(e.data)] = i
 		}
 		list[i].n++
-		list[i].keys = append(list[i].keys, keys[v])
+		if keys != nil {
+			list[i].keys = append(list[i].keys, keys[v])
+		}
 	}
 	if miss.n > 0 {
 		list = append(list, miss)
 	}
 	return list, nil
-}
-
-// nfLeads is where an element leads.
-type nfLeads struct {
-	data  string
-	code  int32
-	chain *nfChain
-	odd   string
 }
