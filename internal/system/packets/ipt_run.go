@@ -144,10 +144,6 @@ func (w *iptWalker) end(m *iptMachine, e Ending) {
 	if len(m.lists) > 0 {
 		o.Memory = m.lists
 	}
-	if w.trace != nil {
-		w.out = append(w.out, o)
-		return
-	}
 	w.out.add(o)
 }
 

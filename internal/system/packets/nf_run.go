@@ -278,10 +278,6 @@ func (w *walker) end(m *machine, e Ending) {
 	if len(m.updates) > 0 {
 		o.Memory = m.updates
 	}
-	if w.trace != nil { // each has a way of its own
-		w.out = append(w.out, o)
-		return
-	}
 	w.out.add(o)
 }
 

@@ -251,10 +251,10 @@ func (c Chance) String() string {
 // outcomes gathers what can happen to one packet.
 type outcomes []Outcome
 
-// add adds an outcome to that with the same ending.
+// add adds an outcome to that with the same ending. One that is traced has a way of its own.
 func (l *outcomes) add(o Outcome) {
 	for i := range *l {
-		if have := &(*l)[i]; have.Ending == o.Ending {
+		if have := &(*l)[i]; o.Last == nil && have.Ending == o.Ending {
 			have.Chance = have.Chance.Plus(o.Chance)
 			return
 		}
