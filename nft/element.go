@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"math/bits"
 	"net/netip"
+	"slices"
 	"strconv"
 	"strings"
 
@@ -311,4 +312,24 @@ func fieldValue(field Field, b []byte, order binary.ByteOrder) string {
 // bigEndian gives a word in the host's byte order as bytes that compare by its value.
 func bigEndian(b []byte) []byte {
 	return binary.BigEndian.AppendUint32(nil, binary.NativeEndian.Uint32(b))
+}
+
+// holds says whether an element of a set of ranges holds a key.
+func (e *Element) holds(key *Element, f ipfamily.Family) bool {
+	n := int(e.KeyLen) - f.AddrLen()
+	if key.KeyLen != e.KeyLen || string(e.key[:n]) != string(key.key[:n]) {
+		return false
+	}
+	from, _ := netip.AddrFromSlice(e.key[n:e.KeyLen])
+	at, _ := netip.AddrFromSlice(key.key[n:key.KeyLen])
+	return netip.PrefixFrom(from, int(e.Bits)).Contains(at)
+}
+
+// Holding gives the range of some that holds a key.
+func Holding(f ipfamily.Family, ranges []Listed, key *Element) (Listed, bool) {
+	i := slices.IndexFunc(ranges, func(l Listed) bool { return l.holds(key, f) })
+	if i < 0 {
+		return Listed{}, false
+	}
+	return ranges[i], true
 }

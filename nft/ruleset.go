@@ -551,6 +551,11 @@ type Goto struct{ Chain ChainID }
 
 func (s Goto) text(ipfamily.Family) string { return "goto " + s.Chain.Name() }
 
+// Foreign stands for a rule that Verdict did not write.
+type Foreign struct{ What string }
+
+func (s Foreign) text(ipfamily.Family) string { return s.What }
+
 // Text returns the rule as nft writes it.
 func (r Rule) Text(f ipfamily.Family) string {
 	parts := make([]string, len(r))

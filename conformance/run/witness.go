@@ -168,7 +168,10 @@ func list(ctx context.Context, t *testbed.Topology, k *testbed.Kind) (*listings,
 // readRules reads the rules that a host has as a node.
 func readRules(t *testbed.Topology, node string, h *lab.Host, k *testbed.Kind) (rules packets.Walker, err error) {
 	known := &packets.Host{Addrs: t.AddrsOf(node),
-		Bridges: map[string][]netip.Prefix{testbed.PodBridge: t.Bridged(node, testbed.PodBridge)}}
+		Bridged: func(iface string, to netip.Addr) bool {
+			return iface == testbed.PodBridge && slices.ContainsFunc(t.Bridged(node, iface),
+				func(p netip.Prefix) bool { return p.Contains(to) })
+		}}
 	if k.ListsChains() {
 		var text ipfamily.Per[[]byte]
 		for f, program := range [...]string{"iptables-save", "ip6tables-save"} {

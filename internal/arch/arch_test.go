@@ -39,7 +39,6 @@ var narrow = map[string][]string{
 	"sync/reconcile":             {"internal/system/ipfamily", "sync"},
 	"nft":                        {"internal/system/ipfamily", "sync/snapshot", "sync/dataplane"},
 	"nft/kernel":                 {"internal/system", "nft", "sync"},
-	"nft/iptshim":                {"internal/system/ipfamily", "nft", "sync/snapshot", "sync/dataplane"},
 	"nft/iptshim/xtables":        {"internal/system", "nft/iptshim", "sync"},
 	"ipvsplugin":                 {"internal/system", "sync"},
 	"internal/system/netlink":    {},
@@ -51,6 +50,8 @@ var narrow = map[string][]string{
 	"internal/lab":               {"internal/lab", "internal/system", "sync/snapshot"},
 	"internal/lab/benchmark":     {"internal/lab", "internal/system", "nft", "sync"},
 	"internal/lab/demo":          {"internal", "nft", "sync"},
+	"nft/iptshim": {"internal/system/ipfamily", "internal/system/packets", "sync/snapshot",
+		"sync/dataplane"},
 	// The suite sees a proxy from outside: of ours it may use what makes hosts and control planes, and nothing that
 	// decides or writes.
 	"conformance": {"conformance", "internal/lab", "internal/system/ipfamily", "internal/system/packets",

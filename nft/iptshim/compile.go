@@ -298,7 +298,7 @@ func (c *portCompiler) external(frontends []*dataplane.Frontend) {
 }
 
 // externalRow writes the row of a frontend with an address of its own, and says whether it leads to the firewall chain.
-// It writes nothing for other kinds: nodePorts writes those of node ports.
+// The rows of node ports nodePorts writes.
 func (c *portCompiler) externalRow(f *dataplane.Frontend) (firewalled bool) {
 	switch {
 	case f.Kind == dataplane.ExternalIP:
@@ -309,6 +309,8 @@ func (c *portCompiler) externalRow(f *dataplane.Frontend) (firewalled bool) {
 		c.row(natServices, f.Key, "", c.name+" loadbalancer IP", " -j "+fwPrefix+c.hash)
 		c.row(filterFirewall, f.Key, "", c.name+" traffic not accepted by "+fwPrefix+c.hash, " -j DROP")
 		return true
+	case f.Kind != dataplane.NodePort:
+		panic("iptshim: no row for a frontend of the kind " + f.Kind.String())
 	}
 	return false
 }

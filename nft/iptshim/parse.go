@@ -16,8 +16,6 @@ type Saved struct {
 // savedTable is one table.
 type savedTable struct {
 	chains map[string][]savedRule
-	// builtin are the chains that the kernel calls, with their policies.
-	builtin map[string]string
 }
 
 // savedRule is a rule as its words say it.
@@ -63,7 +61,7 @@ func Parse(text []byte) (*Saved, error) {
 func (s *Saved) table(name Table) *savedTable {
 	t := s.tables[name]
 	if t == nil {
-		t = &savedTable{chains: map[string][]savedRule{}, builtin: map[string]string{}}
+		t = &savedTable{chains: map[string][]savedRule{}}
 		s.tables[name] = t
 	}
 	return t
@@ -78,9 +76,6 @@ func (t *savedTable) read(line string) error {
 		}
 		if t.chains[f[0]] == nil {
 			t.chains[f[0]] = []savedRule{}
-		}
-		if f[1] != "-" {
-			t.builtin[f[0]] = f[1]
 		}
 		return nil
 	}

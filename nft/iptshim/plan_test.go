@@ -319,21 +319,16 @@ func TestTreeIsShallow(t *testing.T) {
 	for dispatch, most := range map[Dispatch]int{Tree: 60, List: services} {
 		model := New(Options{Dispatch: dispatch})
 		model.Plan(st, dataplane.Change{})
-		saved, err := Parse(model.Full(ipfamily.IPv4))
-		if err != nil {
-			t.Fatal(err)
-		}
-		longest := 0
+		chains, longest := parsed(t, ipfamily.IPv4, savedText(model, ipfamily.IPv4), nil), 0
 		for i := 0; i < services; i += 500 {
 			to := largeService(i, 1, 0).Services
 			for _, s := range to {
-				walk, err := saved.Walk(Packet{Source: addr("10.244.1.1"), Destination: s.ClusterIPs[0], Protocol: snapshot.TCP,
-					Port: 80, Interface: "eth0"},
-					Host{Here: func(a netip.Addr) bool { return a == addr("192.0.2.1") }})
-				if err != nil || walk.Trace().Outcome() != "endpoint" {
-					t.Fatalf("%s: %v %s", s.Name, err, walk.Trace().Outcome())
+				got := traced(t, chains, dataplane.Packet{Source: addr("10.244.1.1"), Destination: s.ClusterIPs[0],
+					Protocol: snapshot.TCP, Port: 80, Interface: "eth0"}, nil)
+				if got.Outcome() != "endpoint" {
+					t.Fatalf("%s: %s", s.Name, got.Outcome())
 				}
-				longest = max(longest, len(walk.Steps))
+				longest = max(longest, len(got.Steps))
 			}
 		}
 		t.Logf("dispatch %d: at most %d rules", dispatch, longest)
@@ -341,4 +336,30 @@ func TestTreeIsShallow(t *testing.T) {
 			t.Errorf("dispatch %d: a packet passes %d rules", dispatch, longest)
 		}
 	}
+}
+
+// TestEveryKindHasRows compiles a frontend of each kind there is.
+func TestEveryKindHasRows(t *testing.T) {
+	for _, k := range kinds() {
+		pool := &dataplane.Pool{Endpoints: []dataplane.Endpoint{{AddrPort: netip.MustParseAddrPort("10.244.1.2:8080")}}}
+		name := snapshot.Name{Namespace: "default", Name: "web"}
+		model := New(Options{})
+		model.Plan(&dataplane.State{Services: map[snapshot.Name]*dataplane.Service{name: {
+			Ports: []*dataplane.ServicePort{{Name: dataplane.PortName{Service: name, Protocol: snapshot.TCP}, Cluster: pool,
+				Frontends: []dataplane.Frontend{{Kind: k, Routes: []dataplane.Route{{Pool: pool}},
+					Key: dataplane.Key{Addr: addr("192.0.2.1"), Protocol: snapshot.TCP, Port: 30777}}}}}}}},
+			dataplane.Change{})
+		if text := string(model.Full(ipfamily.IPv4)); !strings.Contains(text, "--dport 30777 ") {
+			t.Errorf("no rule for the frontend of the kind %s:\n%s", k, text)
+		}
+	}
+}
+
+// kinds are all kinds of frontends: String panics behind the last one.
+func kinds() (list []dataplane.Kind) {
+	defer func() { recover() }()
+	for k := dataplane.ClusterIP; k.String() != ""; k++ {
+		list = append(list, k)
+	}
+	return list
 }

@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"cmp"
 	"fmt"
+	"maps"
 	"net/netip"
 	"slices"
 	"strings"
@@ -18,15 +19,16 @@ import (
 
 // heldRules are the chains and rules of one of our tables, as they are on the wire.
 type heldRules struct {
-	chains []string
+	// chains holds the attributes of each chain by its name.
+	chains map[string]netlink.Attributes
 	// rules holds the expressions of each rule, by its chain.
 	rules map[string][][]byte
 }
 
 func (c *Conn) heldRules(f ipfamily.Family) (*heldRules, error) {
-	h := &heldRules{rules: map[string][][]byte{}}
+	h := &heldRules{map[string]netlink.Attributes{}, map[string][][]byte{}}
 	err := c.objects(f, unix.NFT_MSG_GETCHAIN, func(attrs netlink.Attributes) {
-		h.chains = append(h.chains, attrs[unix.NFTA_CHAIN_NAME].Text())
+		h.chains[attrs[unix.NFTA_CHAIN_NAME].Text()] = attrs
 	})
 	if err != nil {
 		return nil, err
@@ -35,15 +37,14 @@ func (c *Conn) heldRules(f ipfamily.Family) (*heldRules, error) {
 		chain := attrs[unix.NFTA_RULE_CHAIN].Text()
 		h.rules[chain] = append(h.rules[chain], attrs[unix.NFTA_RULE_EXPRESSIONS])
 	})
-	slices.Sort(h.chains)
 	return h, err
 }
 
 // structure reads from the rules what they were made for. It is only as good as the rules: whoever uses it compares
 // them with those that it gives. What the rules may not tell, since their chain comes and goes, the settings do.
 func (h *heldRules) structure(f ipfamily.Family, settings []nft.Listed) (s nft.Structure) {
-	s.GuardLoopback = slices.Contains(h.chains, nft.ChainID{Kind: nft.GuardLoopback}.Name())
-	s.Evidence = slices.Contains(h.chains, nft.ChainID{Kind: nft.UnansweredChain}.Name())
+	s.GuardLoopback = h.chains[nft.ChainID{Kind: nft.GuardLoopback}.Name()] != nil
+	s.Evidence = h.chains[nft.ChainID{Kind: nft.UnansweredChain}.Name()] != nil
 	for _, rules := range h.rules {
 		for _, rule := range rules {
 			for set := range nft.NumSets {
@@ -142,13 +143,28 @@ func countOnes(b byte) (n int) {
 	return n
 }
 
+// read reads from the rules what they were made for, and which of them are there. It returns the table that should be
+// there.
+func (t *TableFound) read(f ipfamily.Family, held *heldRules, settings []nft.Listed) (wanted nft.Table) {
+	t.held, t.Structure = held, held.structure(f, settings)
+	var numbered []nft.ChainID
+	for _, name := range slices.Sorted(maps.Keys(held.chains)) {
+		if id, ok := nft.NumberedChain(name); ok {
+			numbered = append(numbered, id)
+		}
+	}
+	wanted = nft.TableOf(f, t.Structure, numbered)
+	t.Table = held.table(f, wanted)
+	return wanted
+}
+
 // table gives the chains of ours that are there, each with the rules that are in it. Wanted has the rules they should
 // have.
 func (h *heldRules) table(f ipfamily.Family, wanted nft.Table) nft.Table {
 	t := nft.Table{Family: f, Comment: wanted.Comment, Sets: wanted.Sets}
 	for _, c := range wanted.Chains {
 		name := c.ID.Name()
-		if !slices.Contains(h.chains, name) {
+		if h.chains[name] == nil {
 			continue
 		}
 		held := c

@@ -41,10 +41,8 @@ func (i *Inspector) Settings(context.Context) (*dataplane.Settings, error) { ret
 
 // tables is where an inspector reads: a Reader or a Replay.
 type tables interface {
-	nft.Elements
-	Revisions() (ipfamily.Per[nft.Revision], error)
+	Tables
 	Table(ipfamily.Family) (*TableFound, error)
-	List(ipfamily.Family, nft.SetID) (elements []nft.Listed, whole bool, err error)
 	Sizes(ipfamily.Family) (n [nft.NumSets]int, known bool, err error)
 }
 
@@ -145,12 +143,12 @@ func traceOnce(from tables, f ipfamily.Family, p dataplane.Packet, node dataplan
 	if err != nil {
 		return nil, err
 	}
-	w, err := nft.WalkTable(&table.Table, from, p, node)
+	w, unclear, err := table.walk(from, p, node)
 	if err != nil {
 		return nil, err
 	}
 	t := w.Trace(f)
-	t.Unclear = slices.Concat(table.Wrong, t.Unclear)
+	t.Unclear = slices.Concat(table.Wrong, unclear)
 	switch {
 	case !table.There:
 		t.Notes = append(t.Notes, fmt.Sprintf("the table %s %s is not there: nobody carries Services on this node", f.NFT(),

@@ -11,7 +11,9 @@ import (
 
 // Tables is where counters are read: a *Reader, or tables in memory.
 type Tables interface {
-	nft.Elements
+	// Get returns those of some elements of a set that are there; it only uses the keys of its argument. In a set of
+	// ranges it returns the range that holds the key.
+	Get(f ipfamily.Family, set nft.SetID, keys []nft.Element) ([]nft.Listed, error)
 	// List gives all elements of a set; whole is false if some may be missing.
 	List(f ipfamily.Family, set nft.SetID) (elements []nft.Listed, whole bool, err error)
 	// Revisions gives the revision of each table.

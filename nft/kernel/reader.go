@@ -137,6 +137,8 @@ type TableFound struct {
 	// Wrong says in words in what sets, chains and rules are not those of such a structure. Numbered chains count as
 	// right here, whether anything leads to them or not.
 	Wrong []string
+	// held is the same as it is on the wire, with chains of others.
+	held *heldRules
 }
 
 // Table reads the structure of a table, without its elements. While a proxy adds and removes chains, chains and the
@@ -164,7 +166,7 @@ func (r *Reader) Table(f ipfamily.Family) (t *TableFound, err error) {
 
 // table is Table at whatever moment.
 func (r *Reader) table(f ipfamily.Family) (*TableFound, error) {
-	t := &TableFound{Table: nft.Table{Family: f}}
+	t := &TableFound{Table: nft.Table{Family: f}, held: &heldRules{}}
 	info, err := r.conn.table(f)
 	if err != nil || !info.exists {
 		return t, rights(err)
@@ -178,15 +180,7 @@ func (r *Reader) table(f ipfamily.Family) (*TableFound, error) {
 	if err != nil {
 		return nil, rights(err)
 	}
-	t.Structure = held.structure(f, settings)
-	var numbered []nft.ChainID
-	for _, name := range held.chains {
-		if id, ok := nft.NumberedChain(name); ok {
-			numbered = append(numbered, id)
-		}
-	}
-	wanted := nft.TableOf(f, t.Structure, numbered)
-	t.Table = held.table(f, wanted)
+	wanted := t.read(f, held, settings)
 	s, err := r.conn.structure(f, wanted, t.Structure)
 	if err != nil {
 		return nil, rights(err)

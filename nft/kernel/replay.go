@@ -27,9 +27,8 @@ type Replay struct {
 
 // replayed is one table.
 type replayed struct {
-	there    bool
-	chains   map[string]bool
-	rules    map[string][][]byte
+	there bool
+	heldRules
 	elements [nft.NumSets]map[string]nft.Element
 }
 
@@ -124,7 +123,7 @@ func keyElement(set nft.SetID, f ipfamily.Family, p parsed) (e nft.Element, ok b
 // apply applies a message. One about a table that is not there changes nothing: what made it is missing.
 func (t *replayed) apply(f ipfamily.Family, msg uint16, attrs []byte) {
 	if msg == unix.NFT_MSG_NEWTABLE && !t.there {
-		*t = replayed{there: true, chains: map[string]bool{}, rules: map[string][][]byte{}}
+		*t = replayed{there: true, heldRules: heldRules{map[string]netlink.Attributes{}, map[string][][]byte{}}}
 	}
 	if !t.there {
 		return
@@ -133,7 +132,8 @@ func (t *replayed) apply(f ipfamily.Family, msg uint16, attrs []byte) {
 	case unix.NFT_MSG_DELTABLE:
 		*t = replayed{}
 	case unix.NFT_MSG_NEWCHAIN:
-		t.chains[netlink.Find(attrs, unix.NFTA_CHAIN_NAME).Text()] = true
+		a := netlink.Decode(bytes.Clone(attrs))
+		t.chains[a[unix.NFTA_CHAIN_NAME].Text()] = a
 	case unix.NFT_MSG_DELCHAIN:
 		name := netlink.Find(attrs, unix.NFTA_CHAIN_NAME).Text()
 		delete(t.chains, name)
@@ -227,23 +227,15 @@ func (t *replayed) sorted(set nft.SetID) []nft.Element {
 
 // found reads the structure as TableFound has it.
 func (t *replayed) found(f ipfamily.Family) *TableFound {
-	out := &TableFound{There: t.there, Table: nft.Table{Family: f}}
+	out := &TableFound{There: t.there, Table: nft.Table{Family: f}, held: &heldRules{}}
 	if !t.there {
 		return out
 	}
-	held := heldRules{chains: slices.Sorted(maps.Keys(t.chains)), rules: t.rules}
 	var settings []nft.Listed
 	for _, e := range t.sorted(nft.SettingsSet) {
 		settings = append(settings, nft.Listed{Element: e})
 	}
-	out.Structure = held.structure(f, settings)
-	var numbered []nft.ChainID
-	for _, name := range held.chains {
-		if id, ok := nft.NumberedChain(name); ok {
-			numbered = append(numbered, id)
-		}
-	}
-	out.Table = held.table(f, nft.TableOf(f, out.Structure, numbered))
+	out.read(f, &t.heldRules, settings)
 	return out
 }
 

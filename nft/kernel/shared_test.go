@@ -6,8 +6,6 @@ import (
 	"testing"
 
 	"github.com/verdict-proxy/verdict/internal/lab/labtest"
-	"github.com/verdict-proxy/verdict/internal/system/ipfamily"
-	"github.com/verdict-proxy/verdict/nft"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
@@ -21,15 +19,12 @@ func TestSharedRanges(t *testing.T) {
 	apply(t, b, st)
 	cause := func(to string) dataplane.Cause {
 		t.Helper()
-		tables, err := b.List()
-		labtest.Check(t, err)
 		a := addr(to)
-		l := &tables[ipfamily.Of(a)]
 		source := map[bool]string{true: "198.51.100.9", false: "2001:db8::9"}[a.Is4()]
-		walk, err := nft.WalkTable(&l.Table, l, nft.Packet{Source: addr(source), Destination: a, Protocol: snapshot.TCP,
-			Port: 7, Interface: "eth0"}, nft.Host{Local: func(a netip.Addr) bool { return a == addr("10.100.0.1") }})
+		got, err := trace(loadedFrom(t, b), dataplane.Packet{Source: addr(source), Destination: a, Protocol: snapshot.TCP,
+			Port: 7, Interface: "eth0"}, dataplane.LocalNode{Addrs: []netip.Addr{addr("10.100.0.1")}})
 		labtest.Check(t, err)
-		return walk.Cause()
+		return got.Cause
 	}
 	leads := func(to string, want dataplane.Cause) {
 		t.Helper()

@@ -2,7 +2,6 @@ package dataplane
 
 import (
 	"fmt"
-	"math/big"
 	"net/netip"
 	"slices"
 	"time"
@@ -75,12 +74,10 @@ func (t *Trace) endpointDisagreements(x *Explanation) (out []Disagreement) {
 	const there, not = "an endpoint", "none of the endpoints"
 	_, stuck := t.Bound()
 	stuck = stuck || x.Port.Hash == HashAddr // its address leads to one endpoint
-	chances := map[netip.AddrPort]chance{}
-	masquerade := map[netip.AddrPort]bool{}
+	endings := map[netip.AddrPort]Ending{}
 	for _, e := range t.Endings {
 		if e.Outcome == Sent {
-			chances[e.Endpoint] = chances[e.Endpoint].plus(e.Share, e.Of)
-			masquerade[e.Endpoint] = e.Masquerade
+			endings[e.Endpoint] = e
 		}
 	}
 	total := 0
@@ -90,50 +87,35 @@ func (t *Trace) endpointDisagreements(x *Explanation) (out []Disagreement) {
 		}
 	}
 	for _, c := range x.Endpoints {
-		has, held := chances[c.AddrPort]
+		has, held := endings[c.AddrPort]
 		if !c.Reason.Included() {
 			continue
 		}
-		delete(chances, c.AddrPort)
+		delete(endings, c.AddrPort)
 		switch {
 		case !held && !stuck:
 			out = append(out, Disagreement{Endpoint: c.AddrPort, Objects: there, Kernel: not})
 		case held && !stuck && !has.alike(c.Share(), total, c.Weight > 0 || x.Port.Hash != NoHash):
 			out = append(out, Disagreement{Endpoint: c.AddrPort,
-				Objects: fmt.Sprintf("%d of %d connections", c.Share(), total), Kernel: fmt.Sprintf("%d of %d", has.share, has.of)})
-		case held && masquerade[c.AddrPort] != c.SourceSeen.Node():
+				Objects: fmt.Sprintf("%d of %d connections", c.Share(), total), Kernel: fmt.Sprintf("%d of %d", has.Share, has.Of)})
+		case held && has.Masquerade != c.SourceSeen.Node():
 			out = append(out, Disagreement{Endpoint: c.AddrPort, Objects: seesText(c.SourceSeen.Node()),
-				Kernel: seesText(masquerade[c.AddrPort])})
+				Kernel: seesText(has.Masquerade)})
 		}
 	}
-	for ep := range chances {
+	for ep := range endings {
 		out = append(out, Disagreement{Endpoint: ep, Objects: not, Kernel: there})
 	}
 	slices.SortStableFunc(out, func(a, b Disagreement) int { return a.Endpoint.Compare(b.Endpoint) })
 	return out
 }
 
-// chance is a share of all connections. The zero chance is none.
-type chance struct{ share, of *big.Int }
-
-func (c chance) plus(share, of int) chance {
-	s, o := big.NewInt(int64(share)), big.NewInt(int64(of))
-	if c.of == nil {
-		return chance{s, o}
-	}
-	divisor := new(big.Int).GCD(nil, nil, c.of, o)
-	each, other := o.Quo(o, divisor), new(big.Int).Quo(c.of, divisor)
-	sum := new(big.Int).Mul(c.share, each)
-	return chance{sum.Add(sum, s.Mul(s, other)), new(big.Int).Mul(c.of, each)}
-}
-
-// alike reports whether a chance is a share of a total. A rounded one may be off by less than one of the parts into
+// alike reports whether the chance is a share of a total. A rounded one may be off by less than one of the parts into
 // which the kernel divides all connections, or by one per cent.
-func (c chance) alike(share, total int, rounded bool) bool {
-	all, want := big.NewInt(int64(total)), new(big.Int).Mul(big.NewInt(int64(share)), c.of)
-	off := new(big.Int).Mul(c.share, all)
-	off.Abs(off.Sub(off, want))
-	return off.Sign() == 0 || rounded && (off.Cmp(all) < 0 || off.Mul(off, big.NewInt(100)).Cmp(want) <= 0)
+func (e *Ending) alike(share, total int, rounded bool) bool {
+	off, want := e.Share*total-share*e.Of, share*e.Of
+	off = max(off, -off)
+	return off == 0 || rounded && (off < total || off*100 <= want)
 }
 
 func seesText(node bool) string {

@@ -35,13 +35,13 @@ type Packet struct {
 	Interface string
 }
 
-// LocalNode is what a Trace has to know of the node. A function that is nil says no to everything.
+// LocalNode is what a Trace has to know of the node.
 type LocalNode struct {
-	// Local says which addresses are the node's own: a packet that comes in by an interface and goes there never leaves
-	// again.
-	Local func(netip.Addr) bool
+	// Addrs are the node's own: a packet that comes in by an interface and goes there never leaves again. Loopback
+	// addresses are in any case.
+	Addrs []netip.Addr
 	// Bridged says whether a packet that came in by an interface and goes to an address stays on a bridge, which shows
-	// it to netfilter: then the kernel tells no incoming interface in postrouting.
+	// it to netfilter: then the kernel tells no incoming interface in postrouting. Nil: no packet does.
 	Bridged func(iface string, to netip.Addr) bool
 }
 
@@ -49,7 +49,7 @@ type LocalNode struct {
 type Trace struct {
 	// Cause says why the packet has its outcome, as far as the rules tell.
 	Cause Cause
-	// Endings are what can become of the packet; their chances add up to 1.
+	// Endings are what can become of the packet, each endpoint once; their chances add up to 1, but for rounding.
 	Endings []Ending
 	// Steps are the rules that looked at the packet, in their order.
 	Steps []TraceStep
@@ -88,7 +88,7 @@ type TraceStep struct {
 // Ending is something that can become of a packet.
 type Ending struct {
 	Outcome Outcome
-	// Share of Of is its chance.
+	// Share of Of is its chance; Of is less than 2^31.
 	Share, Of int
 	// Endpoint is where it is sent; invalid if it is not Sent.
 	Endpoint netip.AddrPort

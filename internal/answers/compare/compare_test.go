@@ -144,27 +144,50 @@ func TestVerdictKeepsObjects(t *testing.T) {
 	}
 }
 
-// TestSlots gives endpoints weights that do not fit into slots: the shares differ by rounding, and nothing else does.
-func TestSlots(t *testing.T) {
-	host := []netip.Addr{netip.MustParseAddr("127.0.0.1"), netip.MustParseAddr("192.0.2.10")}
+// slotsHost are the addresses of the node of comparedCart.
+var slotsHost = []netip.Addr{netip.MustParseAddr("127.0.0.1"), netip.MustParseAddr("192.0.2.10")}
+
+// comparedCart compares what Verdict writes for a Service with so many endpoints. Those with a weight get it.
+func comparedCart(t *testing.T, endpoints int, weights ...uint32) *compare.Result {
+	t.Helper()
 	name := snapshot.Name{Namespace: "shop", Name: "cart"}
 	slice := &snapshot.Slice{Name: name, Service: name.Name,
 		Ports: []snapshot.SlicePort{{Protocol: snapshot.TCP, Port: 8080}}}
-	for i, w := range []uint32{1009, 2003, 4001} {
-		slice.Endpoints = append(slice.Endpoints, snapshot.Endpoint{Addr: netip.AddrFrom4([4]byte{10, 244, 1, byte(i + 1)}),
-			Node: "node-1", Ready: true, Serving: true, Weight: snapshot.Weight{Given: true, Parts: w}})
+	for i := range endpoints {
+		e := snapshot.Endpoint{Addr: netip.AddrFrom4([4]byte{10, 244, byte(1 + i/250), byte(1 + i%250)}), Node: "node-1",
+			Ready: true, Serving: true}
+		if i < len(weights) {
+			e.Weight = snapshot.Weight{Given: true, Parts: weights[i]}
+		}
+		slice.Endpoints = append(slice.Endpoints, e)
 	}
 	snap := snapshot.New()
-	snap.Apply(snapshot.Delta{HostAddrs: &host, Slices: map[snapshot.Name]*snapshot.Slice{name: slice},
+	snap.Apply(snapshot.Delta{HostAddrs: &slotsHost, Slices: map[snapshot.Name]*snapshot.Slice{name: slice},
 		Services: map[snapshot.Name]*snapshot.Service{name: {Name: name, Ports: []snapshot.Port{{Protocol: snapshot.TCP,
 			Port: 80}}, ClusterIPs: []netip.Addr{netip.MustParseAddr("10.96.0.7")}}}})
 	state, _ := dataplane.Compute(dataplane.Config{NodeName: "node-1"}, snap)
-	r, err := compare.Compare(compare.Input{Host: host, Pods: podsOf(state), State: state,
-		Sides: []compare.Side{compare.NewSide(compare.Verdict, read(t, write(t, state), "verdict", host))}})
+	r, err := compare.Compare(compare.Input{Host: slotsHost, Pods: podsOf(state), State: state,
+		Sides: []compare.Side{compare.NewSide(compare.Verdict, read(t, write(t, state), "verdict", slotsHost))}})
 	labtest.Check(t, err)
 	report(t, r)
+	return r
+}
+
+// TestSlots gives endpoints weights that do not fit into slots: the shares differ by rounding, and nothing else does.
+func TestSlots(t *testing.T) {
+	r := comparedCart(t, 3, 1009, 2003, 4001)
 	if !r.OK() || r.Explained == 0 || len(r.Groups) == 0 || r.Groups[0].Reason != "slots" {
 		t.Errorf("%d are explained, %d are not", r.Explained, r.Unexplained)
+	}
+}
+
+// TestManyEndpoints: every class is walked of a Service whose chain draws up to eight times, in a time that does not
+// grow with the number of ways to draw.
+func TestManyEndpoints(t *testing.T) {
+	for _, n := range []int{41, 200} {
+		if r := comparedCart(t, n); r.Same != r.Classes {
+			t.Errorf("%d endpoints: %d of %d classes are the same", n, r.Same, r.Classes)
+		}
 	}
 }
 

@@ -126,7 +126,7 @@ func (d *Difference) sameEndpoints() bool {
 func (d *Difference) sameButMasquerade() bool {
 	return slices.EqualFunc(d.outcomes[0], d.outcomes[1], func(a, b packets.Outcome) bool {
 		a.Masqueraded = b.Masqueraded
-		return a.Ending == b.Ending && a.Chance == b.Chance
+		return a.Ending == b.Ending && a.Chance.Near(b.Chance)
 	})
 }
 

@@ -145,9 +145,7 @@ func (e *explainRun) answer(ctx context.Context) (*Answer, error) {
 		a.fillObjects(x, e.objects, &e.Objects.Policy, pods.unknown)
 	}
 	if e.Inspector != nil {
-		t, err := e.Inspector.Trace(ctx, e.packet(s), dataplane.LocalNode{
-			Local:   func(a netip.Addr) bool { return slices.Contains(e.localAddrs, a) },
-			Bridged: e.routes.Bridged})
+		t, err := e.Inspector.Trace(ctx, e.packet(s), dataplane.LocalNode{Addrs: e.localAddrs, Bridged: e.routes.Bridged})
 		if err != nil {
 			return nil, err
 		}

@@ -55,8 +55,12 @@ func (t *nfTable) ruleFaults(c *nfChain) (list []Fault) {
 	swap := func(rules []nfRule) func() func() {
 		return func() func() {
 			old := c.rules
-			c.rules = rules
-			return func() { c.rules = old }
+			put := func(rules []nfRule) {
+				c.rules = rules
+				c.prepare()
+			}
+			put(rules)
+			return func() { put(old) }
 		}
 	}
 	for i, rule := range c.rules {
@@ -83,7 +87,7 @@ func (t *nfTable) ruleFaults(c *nfChain) (list []Fault) {
 			case op.kind == opLookup && op.inverted:
 				other[k].inverted = false
 				change("is the other way round", other)
-			case op.kind == opLot:
+			case op.kind == opLot || op.isLot:
 				other[k].modulus++
 				change("has one more value", other)
 			}

@@ -9,9 +9,9 @@ import (
 type Host struct {
 	// Addrs are the host's addresses. Loopback addresses are the host's anyway.
 	Addrs []netip.Addr
-	// Bridges are the interfaces that are bridges and show netfilter what they carry (br_netfilter), with the addresses
-	// behind them: what is translated from another address to one of these stays on the bridge.
-	Bridges map[string][]netip.Prefix
+	// Bridged reports whether an interface is a bridge that shows netfilter what it carries (br_netfilter), with an
+	// address behind it: what came in there and is translated to that address stays on the bridge. Nil: none is.
+	Bridged func(iface string, to netip.Addr) bool
 }
 
 // local reports whether an address is the host's.

@@ -24,6 +24,8 @@ type Chains struct {
 	seconds map[string]uint32
 	digest  [sha256.Size]byte
 	size    Size
+	// keepsText says that the rules keep their text.
+	keepsText bool
 }
 
 // iptChain is a chain with its rules.
@@ -46,7 +48,7 @@ type iptKey struct {
 }
 
 // iptRule is a rule. A large cluster has a million of them, so a rule keeps nothing of the text that it was read from,
-// unless something in it is not known.
+// unless something in it is not known or a packet is traced.
 type iptRule struct {
 	source  *iptPrefix
 	dest    *iptPrefix
@@ -147,6 +149,9 @@ func (c *Chains) parseRule(p *iptParser, line []byte, digest io.Writer) error {
 	}
 	if to.builtin && !strings.HasPrefix(rule.target, kubePrefix) {
 		return nil
+	}
+	if c.keepsText {
+		rule.text = strings.TrimPrefix(string(line), "-A "+chain+" ")
 	}
 	to.rules = append(to.rules, rule)
 	if n, err := strconv.ParseUint(p.options["--seconds"], 10, 32); err == nil {
@@ -338,7 +343,7 @@ func (p *iptParser) option(r *iptRule, option, value string, inverted bool) (err
 		if isRange && perr == nil {
 			var last uint64
 			last, perr = strconv.ParseUint(high, 10, 16)
-			r.last = uint16(last)
+			r.last, port = uint16(last), max(port, 1) // a packet with a port has none that is 0
 		}
 		if r.port = uint16(port); perr != nil || port == 0 || inverted {
 			r.unknown = "--dport " + value

@@ -1,6 +1,7 @@
 package packets
 
 import (
+	"cmp"
 	"errors"
 	"fmt"
 	"net/netip"
@@ -38,6 +39,8 @@ type iptMachine struct {
 	chance     Chance
 	lists      []string
 	recalled   bool
+	// step is the last rule that looked at the packet, if it is traced.
+	step *Step
 	// hooks are the chains still to come, the first of them running, and stack where the packet is; stage counts the
 	// parts of the way.
 	hooks []iptHook
@@ -53,25 +56,34 @@ type iptWalker struct {
 	asked  *Asked
 	queue  []*iptMachine
 	out    outcomes
+	// trace, if not nil, gathers what is not known of rules, which then do not match. Recent is that of Trace.
+	trace  *Trace
+	recent func(list string, seconds uint32) bool
 }
 
 // Walk implements Walker.
 func (c *Chains) Walk(p Packet, m Memory, asked *Asked) ([]Outcome, error) {
-	w := iptWalker{chains: c, family: ipfamily.Of(p.Destination.Addr()), packet: &p, asked: asked}
+	w := iptWalker{chains: c, packet: &p, asked: asked}
 	w.memory, _ = m.([]string)
-	first := &iptMachine{to: p.Destination, iif: p.Interface, chance: Certain, hooks: iptIncoming}
-	if p.Interface == "" {
+	err := w.walk()
+	return w.out.sorted(), err
+}
+
+// walk follows the packet, and at each lot both ways.
+func (w *iptWalker) walk() error {
+	w.family = ipfamily.Of(w.packet.Destination.Addr())
+	first := &iptMachine{to: w.packet.Destination, iif: w.packet.Interface, chance: Certain, hooks: iptIncoming}
+	if first.iif == "" {
 		first.hooks = iptOutgoing
 	}
-	w.queue = append(w.queue, first)
-	for len(w.queue) > 0 {
+	for w.queue = append(w.queue, first); len(w.queue) > 0; {
 		m := w.queue[len(w.queue)-1]
 		w.queue = w.queue[:len(w.queue)-1]
 		if err := w.run(m); err != nil {
-			return nil, fmt.Errorf("iptables, %s: %w", w.family, err)
+			return fmt.Errorf("iptables, %s: %w", w.family, err)
 		}
 	}
-	return w.out.sorted(), nil
+	return nil
 }
 
 // run follows a machine to its end.
@@ -93,7 +105,8 @@ func (w *iptWalker) run(m *iptMachine) error {
 			}
 		}
 		if len(m.hooks) == 0 && !w.nextStage(m) {
-			return w.end(m, Ending{})
+			w.end(m, Ending{})
+			return nil
 		}
 	}
 }
@@ -117,7 +130,7 @@ func (w *iptWalker) nextStage(m *iptMachine) bool {
 	return true
 }
 
-func (w *iptWalker) end(m *iptMachine, e Ending) error {
+func (w *iptWalker) end(m *iptMachine, e Ending) {
 	if e.Verdict == Untouched {
 		if m.translated {
 			e.Verdict, e.To, e.Recalled = Sent, m.to, m.recalled
@@ -127,11 +140,11 @@ func (w *iptWalker) end(m *iptMachine, e Ending) error {
 		}
 		e.Masqueraded = m.masquerade
 	}
-	o := Outcome{Ending: e, Chance: m.chance}
+	o := Outcome{Ending: e, Chance: m.chance, Last: m.step}
 	if len(m.lists) > 0 {
 		o.Memory = m.lists
 	}
-	return w.out.add(o)
+	w.out.add(o)
 }
 
 // maxChainDepth bounds how deep chains may call each other.
@@ -150,25 +163,38 @@ func (w *iptWalker) chain(m *iptMachine) (ended bool, err error) {
 			m.stack = m.stack[:len(m.stack)-1]
 			continue
 		}
-		rule := &f.chain.rules[i]
-		matched, err := w.matches(m, rule, i)
-		if err != nil {
-			return true, fmt.Errorf("%s: %w: %.300s", f.chain.place(i), err, rule.text)
-		}
 		f.next = i + 1
-		if !matched {
-			continue
+		ended, err := w.rule(m, f.chain, i)
+		if err != nil && w.trace == nil {
+			return true, err
 		}
-		chain := f.chain // the target may change the stack
-		ended, err := w.target(m, rule)
 		if err != nil {
-			return true, fmt.Errorf("%s: %w", chain.place(i), err)
+			w.trace.unclear(err)
 		}
 		if ended {
 			return true, nil
 		}
 	}
 	return false, nil
+}
+
+// rule carries out a rule if it matches.
+func (w *iptWalker) rule(m *iptMachine, c *iptChain, i int) (ended bool, err error) {
+	r := &c.rules[i]
+	if w.trace != nil {
+		m.step = &Step{Before: m.step, Table: c.table, Chain: c.name, Rule: i, Text: r.text, Later: m.translated}
+	}
+	matched, err := w.matches(m, r, i)
+	if matched && err == nil {
+		if m.step != nil {
+			m.step.Matched = true
+		}
+		ended, err = w.target(m, r)
+	}
+	if err != nil {
+		err = fmt.Errorf("%s: %w: %.300s", c.place(i), err, cmp.Or(r.text, r.target))
+	}
+	return ended, err
 }
 
 // place says where a rule is.
@@ -219,17 +245,16 @@ func (w *iptWalker) lot(m *iptMachine, r *iptRule, place int) (bool, error) {
 	if r.chance.Num == 0 {
 		return false, nil
 	}
-	hit, ok := m.chance.Times(r.chance)
-	miss, also := m.chance.Times(NewChance(r.chance.Den-r.chance.Num, r.chance.Den))
-	if !ok || !also {
-		return false, errChance
-	}
 	other := *m
-	other.chance = miss
+	other.chance = m.chance.Times(NewChance(r.chance.Den-r.chance.Num, r.chance.Den))
+	if m.step != nil {
+		step := *m.step
+		other.step = &step
+	}
 	other.lists, other.stack = slices.Clone(m.lists), slices.Clone(m.stack)
 	other.stack[len(other.stack)-1].next = place + 1
 	w.queue = append(w.queue, &other)
-	m.chance = hit
+	m.chance = m.chance.Times(r.chance)
 	return true, nil
 }
 
@@ -266,7 +291,8 @@ func (w *iptWalker) holds(m *iptMachine, c *iptMatch) (bool, error) {
 		stem, wild := strings.CutSuffix(c.value, "+")
 		holds = m.iif == c.value || wild && m.iif != "" && strings.HasPrefix(m.iif, stem)
 	case "--rcheck":
-		holds = slices.Contains(w.memory, c.value) || slices.Contains(m.lists, c.value)
+		holds = slices.Contains(w.memory, c.value) || slices.Contains(m.lists, c.value) ||
+			w.recent != nil && w.recent(c.value, w.chains.seconds[c.value])
 		m.recalled = m.recalled || holds
 	}
 	return holds != c.inverted, nil
@@ -284,9 +310,11 @@ func (w *iptWalker) target(m *iptMachine, r *iptRule) (ended bool, err error) {
 	case "RETURN":
 		m.stack = m.stack[:len(m.stack)-1]
 	case "DROP":
-		return true, w.end(m, Ending{Verdict: Dropped})
+		w.end(m, Ending{Verdict: Dropped})
+		return true, nil
 	case "REJECT":
-		return true, w.end(m, Ending{Verdict: Rejected, Reject: iptReject(r.value)})
+		w.end(m, Ending{Verdict: Rejected, Reject: iptReject(r.value)})
+		return true, nil
 	case "MARK":
 		mark, mask, err := parseMark(r.value)
 		if err != nil {

@@ -30,6 +30,7 @@ const savedRules = `*nat
 -A KUBE-SERVICES -d 10.96.0.1/32 -p tcp -m tcp --dport 80 -j KUBE-SVC-A
 -A KUBE-SERVICES -d 10.96.0.2/32 -p tcp -m tcp --dport 80 -m length --length 40 -j KUBE-SVC-A
 -A KUBE-SERVICES -d 10.96.0.3/32 -p tcp -m tcp --dport 80:82 -j KUBE-RANGE
+-A KUBE-SERVICES -d 10.96.0.4/32 -p tcp -m tcp --dport 0:82 -j KUBE-RANGE
 -A KUBE-RANGE -p tcp -j DNAT --to-destination 10.244.1.3:8080
 -A KUBE-SVC-A ! -s 10.244.0.0/16 -d 10.96.0.1/32 -p tcp -m tcp --dport 80 -j KUBE-MARK-MASQ
 -A KUBE-SVC-A -m recent --rcheck --seconds 10800 --reap --name KUBE-SEP-2 --mask 255.255.255.255 --rsource -j KUBE-SEP-2
@@ -66,6 +67,7 @@ func TestChains(t *testing.T) {
 		{"192.0.2.1:1", "10.96.0.1:81", "1 untouched"},
 		{"192.0.2.1:1", "10.96.0.3:82", "1 10.244.1.3:8080"},
 		{"192.0.2.1:1", "10.96.0.3:83", "1 untouched"},
+		{"192.0.2.1:1", "10.96.0.4:1", "1 10.244.1.3:8080"},
 	} {
 		outcomes, err := walkSaved(t, c.from, c.to, nil)
 		labtest.Check(t, err)
@@ -95,6 +97,30 @@ func TestUnknownMatch(t *testing.T) {
 	_, err := walkSaved(t, "192.0.2.1:1", "10.96.0.2:80", nil)
 	if err == nil || !strings.Contains(err.Error(), "--length") || !strings.Contains(err.Error(), "KUBE-SERVICES") {
 		t.Errorf("the error is %v", err)
+	}
+}
+
+// TestChance: what takes more than 64 bits is rounded, and what is Near a short fraction becomes that.
+func TestChance(t *testing.T) {
+	third, all := packets.NewChance(1, 3), packets.Chance{Den: 1}
+	for range 100 {
+		all = all.Plus(third.Times(packets.NewChance(1, 100)))
+	}
+	if all != third {
+		t.Errorf("a hundred hundredths of a third are %s", all)
+	}
+	odd := packets.NewChance(999_999_999_989, 1_000_000_000_039)
+	for range 7 {
+		odd = odd.Times(odd)
+	}
+	if f := odd.Float(); f < 0.999999993 || f > 0.999999994 {
+		t.Errorf("%s is %v", odd, f)
+	}
+	for want, c := range map[[2]int]packets.Chance{{1, 1}: odd, {0, 1}: odd.Times(packets.NewChance(1, 1_000_000)),
+		{1, 41}: {Num: 687299382055, Den: 28179280429056}, {2, 5}: {Num: 858993459, Den: 1 << 31}} {
+		if share, of := c.Short(); [2]int{share, of} != want {
+			t.Errorf("%s is about %d of %d, not %d of %d", c, share, of, want[0], want[1])
+		}
 	}
 }
 

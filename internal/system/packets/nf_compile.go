@@ -68,6 +68,8 @@ type nfOp struct {
 	bits     int // of the source address that are compared
 	// timeout is that of the element that an update adds, in milliseconds.
 	timeout uint64
+	// isLot says that a hash chooses from a fixed map. One that finds a client again in a dynamic map does not.
+	isLot bool
 	// unknown says what the package does not know of the expression.
 	unknown string
 }
@@ -521,23 +523,6 @@ func holds(f ipfamily.Family, op *nfOp) held {
 		h.what = holdsPort
 	}
 	return h
-}
-
-// findHashLots turns hashes by which a rule chooses from a fixed map into lots: of many clients, each value is as
-// likely as another. A hash that finds a client again in a dynamic map stays one.
-func findHashLots(ops []nfOp) {
-	for i := range ops {
-		if ops[i].kind != opHash {
-			continue
-		}
-		for k := i + 1; k < len(ops); k++ {
-			if op := &ops[k]; op.kind == opLookup && !op.set.dynamic() &&
-				ops[i].dest >= op.source && ops[i].dest < op.source+op.n {
-				ops[i].kind, ops[i].source, ops[i].n = opLot, 0, 0
-				break
-			}
-		}
-	}
 }
 
 // rejectName says with what a packet is answered.

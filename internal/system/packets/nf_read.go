@@ -65,6 +65,9 @@ type nfChain struct {
 type nfRule struct {
 	handle uint64
 	ops    []nfOp
+	// lot is the place behind a lot about which only matters what the next expression finds by it, and whether it does;
+	// 0 if there is none. Again is how many rules behind this one are the same, if it has such a lot.
+	lot, again int
 }
 
 // nfSet is a set or map with its elements.
@@ -83,6 +86,8 @@ type nfSet struct {
 	catchAll *nfElement
 	// odd says what about the set is not known.
 	odd string
+	// read, if not nil, reads elements by their keys instead; nil is for one that is not there.
+	read func(keys [][]byte) ([]*nfElement, error)
 }
 
 func (s *nfSet) dynamic() bool { return s.flags&unix.NFT_SET_EVAL != 0 }
@@ -247,21 +252,26 @@ func (r *reader) chains(t *nfTable) error {
 		if a[unix.NFTA_CHAIN_TABLE].Text() != t.name {
 			return
 		}
-		c := &nfChain{table: t, name: a[unix.NFTA_CHAIN_NAME].Text()}
-		if hook, ok := a[unix.NFTA_CHAIN_HOOK]; ok {
-			h := netlink.Decode(hook)
-			c.base, c.nat = true, a[unix.NFTA_CHAIN_TYPE].Text() == "nat"
-			c.hook, c.priority = h[unix.NFTA_HOOK_HOOKNUM].Big32(), int32(h[unix.NFTA_HOOK_PRIORITY].Big32())
-			policy, ok := a[unix.NFTA_CHAIN_POLICY]
-			c.drops = ok && int32(policy.Big32()) == codeDrop
-		}
-		t.chains[c.name] = c
+		t.addChain(a)
 	})
 	for _, c := range sortedBy(t.chains, func(c *nfChain) string { return c.name }) {
 		fmt.Fprintf(r.digest, "chain %q %v %v %d %d %v\n", c.name, c.base, c.nat, c.hook, c.priority, c.drops)
 	}
 	r.rules.size.Chains += len(t.chains)
 	return err
+}
+
+// addChain adds a chain with its attributes.
+func (t *nfTable) addChain(a netlink.Attributes) {
+	c := &nfChain{table: t, name: a[unix.NFTA_CHAIN_NAME].Text()}
+	if hook, ok := a[unix.NFTA_CHAIN_HOOK]; ok {
+		h := netlink.Decode(hook)
+		c.base, c.nat = true, a[unix.NFTA_CHAIN_TYPE].Text() == "nat"
+		c.hook, c.priority = h[unix.NFTA_HOOK_HOOKNUM].Big32(), int32(h[unix.NFTA_HOOK_PRIORITY].Big32())
+		policy, ok := a[unix.NFTA_CHAIN_POLICY]
+		c.drops = ok && int32(policy.Big32()) == codeDrop
+	}
+	t.chains[c.name] = c
 }
 
 func sortedBy[T any](m map[string]T, name func(T) string) []T {
@@ -477,21 +487,21 @@ func (s *nfSet) group() {
 	s.grouped = grouped
 }
 
-// find looks a key up.
-func (s *nfSet) find(key []byte) (*nfElement, bool) {
+// find looks a key up; nil if it is not there.
+func (s *nfSet) find(key []byte) *nfElement {
 	if s.flags&unix.NFT_SET_INTERVAL == 0 {
 		if e, ok := s.exact[string(key)]; ok {
-			return &e, true
+			return &e
 		}
-		return s.catchAll, s.catchAll != nil
+		return s.catchAll
 	}
 	if len(s.fields) > 1 {
 		for _, r := range s.candidates(key) {
 			if s.within(&r, key) {
-				return &r.nfElement, true
+				return &r.nfElement
 			}
 		}
-		return s.catchAll, s.catchAll != nil
+		return s.catchAll
 	}
 	i, found := slices.BinarySearchFunc(s.ranges, key, func(r nfRange, key []byte) int {
 		return bytes.Compare(r.low, key)
@@ -500,9 +510,9 @@ func (s *nfSet) find(key []byte) (*nfElement, bool) {
 		i--
 	}
 	if i >= 0 && bytes.Compare(key, s.ranges[i].high) <= 0 {
-		return &s.ranges[i].nfElement, true
+		return &s.ranges[i].nfElement
 	}
-	return s.catchAll, s.catchAll != nil
+	return s.catchAll
 }
 
 // candidates are the ranges of a concatenation that may hold a key.
@@ -549,6 +559,9 @@ func (r *reader) ruleset(t *nfTable) error {
 		rules[c.name] = append(rules[c.name], raw{c.name, text})
 		c.rules = append(c.rules, t.compile(a[unix.NFTA_RULE_HANDLE].Big64(), a[unix.NFTA_RULE_EXPRESSIONS]))
 	})
+	for _, c := range t.chains {
+		c.prepare()
+	}
 	for _, list := range sortedBy(rules, func(l []raw) string { return l[0].name }) {
 		for _, rule := range list {
 			fmt.Fprintf(r.digest, "rule %q %s\n", rule.name, rule.text)

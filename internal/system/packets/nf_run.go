@@ -101,6 +101,11 @@ type machine struct {
 	natDone, looped bool
 	chance          Chance
 	updates         []update
+	// alike are the keys that lead to what the next lookup finds, if a lot chose among them.
+	alike [][]byte
+	// step is the last rule that looked at the packet, if it is traced, and later says that it is behind its first hook.
+	step  *Step
+	later bool
 
 	// hook and base say which base chain runs; stack and depth where in it the packet is, and op which expression is next.
 	hook, base, op int
@@ -108,6 +113,16 @@ type machine struct {
 	// steps counts the rules on the way.
 	steps int
 	depth int
+}
+
+// clone returns a copy for another lot.
+func (m *machine) clone() *machine {
+	other := *m
+	if m.step != nil {
+		step := *m.step
+		other.step = &step
+	}
+	return &other
 }
 
 // walker follows one packet.
@@ -123,22 +138,29 @@ type walker struct {
 	// the last rule that refused or translated the packet.
 	only func(*nfChain) bool
 	by   *nfChain
+	// trace, if not nil, gathers what is not known of rules, which then do not match.
+	trace *Trace
 }
 
 // Walk implements Walker.
 func (r *Rules) Walk(p Packet, m Memory, asked *Asked) ([]Outcome, error) {
-	w := walker{rules: r, family: ipfamily.Of(p.Destination.Addr()), packet: &p, asked: asked}
+	w := walker{rules: r, packet: &p, asked: asked}
 	w.memory, _ = m.([]update)
-	first := w.machine()
-	w.queue = append(w.queue, first)
-	for len(w.queue) > 0 {
+	err := w.walk()
+	return w.out.sorted(), err
+}
+
+// walk follows the packet, and at each lot all that it may be.
+func (w *walker) walk() error {
+	w.family = ipfamily.Of(w.packet.Destination.Addr())
+	for w.queue = append(w.queue, w.machine()); len(w.queue) > 0; {
 		m := w.queue[len(w.queue)-1]
 		w.queue = w.queue[:len(w.queue)-1]
 		if err := w.run(m); err != nil {
-			return nil, err
+			return err
 		}
 	}
-	return w.out.sorted(), nil
+	return nil
 }
 
 // machine builds the packet.
@@ -153,10 +175,15 @@ func (w *walker) machine() *machine {
 	copy(m.network[w.sourceAt():], p.Source.Addr().AsSlice())
 	binary.BigEndian.PutUint16(m.transport[0:], p.Source.Port())
 	w.setDestination(m, p.Destination)
-	if p.Protocol == TCP {
-		const syn = 2
+	const syn, echo, echoV6 = 2, 8, 128
+	switch p.Protocol {
+	case TCP:
 		m.transport[tcpFlagsAt] = syn
 		binary.BigEndian.PutUint32(m.transport[4:], 1)
+	case ICMP:
+		m.transport[0] = echo
+	case ICMPv6:
+		m.transport[0] = echoV6
 	}
 	if m.hook = hookPrerouting; p.Interface == "" {
 		m.hook = hookOutput
@@ -212,7 +239,7 @@ func (w *walker) nextHook(m *machine) bool {
 	case hookInput:
 		return false
 	}
-	m.base, m.natDone = 0, false
+	m.base, m.natDone, m.later = 0, false, true
 	return true
 }
 
@@ -221,7 +248,8 @@ func (w *walker) run(m *machine) error {
 	for {
 		if m.base >= len(w.rules.hooks[w.family][m.hook]) {
 			if !w.nextHook(m) {
-				return w.end(m, Ending{})
+				w.end(m, Ending{})
+				return nil
 			}
 			w.enter(m)
 			continue
@@ -236,7 +264,7 @@ func (w *walker) run(m *machine) error {
 }
 
 // end records what happened to a packet.
-func (w *walker) end(m *machine, e Ending) error {
+func (w *walker) end(m *machine, e Ending) {
 	if e.Verdict == Untouched {
 		if m.translated {
 			e.Verdict, e.To, e.Recalled = Sent, w.destination(m), m.recalled
@@ -246,11 +274,11 @@ func (w *walker) end(m *machine, e Ending) error {
 		}
 		e.Masqueraded = m.masquerade
 	}
-	o := Outcome{Ending: e, Chance: m.chance}
+	o := Outcome{Ending: e, Chance: m.chance, Last: m.step}
 	if len(m.updates) > 0 {
 		o.Memory = m.updates
 	}
-	return w.out.add(o)
+	w.out.add(o)
 }
 
 // result is how the evaluation of a rule, or of an expression, goes on.
@@ -272,7 +300,8 @@ func (w *walker) base(m *machine) (bool, error) {
 			if m.depth == 0 {
 				if c := w.rules.hooks[w.family][m.hook][m.base]; c.drops {
 					w.by = c
-					return true, w.end(m, Ending{Verdict: Dropped})
+					w.end(m, Ending{Verdict: Dropped})
+					return true, nil
 				}
 				return false, nil
 			}
@@ -282,9 +311,21 @@ func (w *walker) base(m *machine) (bool, error) {
 		if m.steps++; m.steps > maxSteps {
 			return true, fmt.Errorf("%s: chains lead in a circle", f.chain)
 		}
-		res, err := w.rule(m, &f.chain.rules[f.rule])
+		chain, rule := f.chain, f.rule
+		if w.trace != nil && m.op == 0 {
+			m.step = &Step{Before: m.step, Chain: chain.name, Rule: rule, Later: m.later || m.translated}
+		}
+		res, err := w.rule(m, &chain.rules[rule])
 		if err != nil {
-			return true, fmt.Errorf("%s, rule %d: %w", f.chain, f.chain.rules[f.rule].handle, err)
+			err = fmt.Errorf("%s, rule %d: %w", chain, chain.rules[rule].handle, err)
+			if w.trace == nil || w.trace.failed != nil {
+				return true, err
+			}
+			w.trace.unclear(err)
+			res = noMatch
+		}
+		if m.step != nil {
+			m.step.Matched = res != noMatch
 		}
 		switch res {
 		case goOn, noMatch:
@@ -438,8 +479,8 @@ func (w *walker) links(m *machine) (in, out nfLink) {
 // bridged reports whether the packet stays on the bridge by which it came in.
 func (w *walker) bridged(m *machine) bool {
 	to := w.destination(m).Addr()
-	behind := func(p netip.Prefix) bool { return p.Contains(to) }
-	return to != m.origDest && slices.ContainsFunc(w.rules.host.Bridges[m.iif], behind)
+	by := w.rules.host.Bridged
+	return by != nil && m.iif != "" && to != m.origDest && by(m.iif, to)
 }
 
 // loadLink loads the name or the index of an interface.
@@ -495,8 +536,11 @@ func (w *walker) lookup(m *machine, op *nfOp) (result, error) {
 		return w.remembered(m, op, key)
 	}
 	w.askSet(op, key)
-	e, found := op.set.find(key)
+	e, err := w.find(m, op, key)
+	found := e != nil
 	switch {
+	case err != nil:
+		return noMatch, err
 	case found && e.odd != "":
 		return noMatch, fmt.Errorf("what %s does is not known", e.odd)
 	case found == op.inverted:
@@ -510,7 +554,25 @@ func (w *walker) lookup(m *machine, op *nfOp) (result, error) {
 	return w.verdict(m, e.code, e.chain)
 }
 
-// remembered looks into a dynamic set, which holds only what the client's earlier packets left.
+// find looks a key up for an expression.
+func (w *walker) find(m *machine, op *nfOp, key []byte) (e *nfElement, err error) {
+	if op.set.read == nil {
+		return op.set.find(key), nil
+	}
+	found, err := op.set.read([][]byte{key})
+	if w.trace.failed = err; err != nil || found[0] == nil {
+		return nil, err
+	}
+	keys := m.alike
+	if m.alike = nil; keys == nil {
+		keys = [][]byte{bytes.Clone(key)}
+	}
+	m.step.Found = append(slices.Clip(m.step.Found), Found{op.set.name, keys})
+	return found[0], nil
+}
+
+// remembered looks into a dynamic set, which holds only what the client's earlier packets left, unless its elements are
+// read.
 func (w *walker) remembered(m *machine, op *nfOp, key []byte) (result, error) {
 	for _, list := range [][]update{m.updates, w.memory} {
 		for i := len(list) - 1; i >= 0; i-- {
@@ -523,7 +585,18 @@ func (w *walker) remembered(m *machine, op *nfOp, key []byte) (result, error) {
 			}
 		}
 	}
-	return match(op.inverted)
+	if op.set.read == nil {
+		return match(op.inverted)
+	}
+	e, err := w.find(m, op, key)
+	if err != nil {
+		return noMatch, err
+	}
+	if e != nil && op.isMap {
+		m.recalled = true
+		m.load(op.dest, e.data)
+	}
+	return match((e != nil) != op.inverted)
 }
 
 // verdict carries a verdict out.
@@ -536,7 +609,8 @@ func (w *walker) verdict(m *machine, code int32, chain *nfChain) (result, error)
 	case codeAccept:
 		return accepted, nil
 	case codeDrop:
-		return ended, w.end(m, Ending{Verdict: Dropped})
+		w.end(m, Ending{Verdict: Dropped})
+		return ended, nil
 	case codeReturn:
 		if m.depth == 0 {
 			m.stack[0].rule = len(m.stack[0].chain.rules)
@@ -563,6 +637,10 @@ func (w *walker) act(m *machine, op *nfOp) (result, error) {
 	case opLot:
 		return w.lot(m, op)
 	case opHash:
+		// Of many clients, each value is as likely as another. One that is traced has its address, and any port.
+		if op.isLot && (w.trace == nil || op.n > w.family.AddrLen()) {
+			return w.lot(m, op)
+		}
 		m.load(op.dest, native32(uint32(op.offset)+hashSlot(m.regs[op.source:op.source+op.n], op.seed, op.modulus)))
 	case opUpdate:
 		u := update{set: op.set, key: string(m.regs[op.source : op.source+op.n]), timeout: op.timeout}
@@ -583,7 +661,8 @@ func (w *walker) act(m *machine, op *nfOp) (result, error) {
 		m.masquerade, m.natDone = true, true
 		return accepted, nil
 	case opReject:
-		return ended, w.end(m, Ending{Verdict: Rejected, Reject: rejectName(w.family, op.what, op.n)})
+		w.end(m, Ending{Verdict: Rejected, Reject: rejectName(w.family, op.what, op.n)})
+		return ended, nil
 	case opCT:
 		return w.conntrack(m, op)
 	case opAddressType:
@@ -599,25 +678,6 @@ func (w *walker) act(m *machine, op *nfOp) (result, error) {
 	case opUnknown:
 		return noMatch, fmt.Errorf("what %s does is not known", op.unknown)
 	}
-	return goOn, nil
-}
-
-// lot follows every value that a lot may have.
-func (w *walker) lot(m *machine, op *nfOp) (result, error) {
-	if op.modulus == 0 {
-		return noMatch, errors.New("a lot of no values")
-	}
-	chance, ok := m.chance.Times(NewChance(1, uint64(op.modulus)))
-	if !ok {
-		return noMatch, errChance
-	}
-	m.chance = chance
-	for n := uint32(1); n < op.modulus; n++ {
-		other := *m
-		other.load(op.dest, native32(n+uint32(op.offset)))
-		w.queue = append(w.queue, &other)
-	}
-	m.load(op.dest, native32(uint32(op.offset)))
 	return goOn, nil
 }
 

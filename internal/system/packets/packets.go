@@ -8,6 +8,7 @@ package packets
 
 import (
 	"fmt"
+	"math"
 	"math/big"
 	"math/bits"
 	"net/netip"
@@ -17,9 +18,9 @@ import (
 
 // Packet is the first packet of a connection.
 type Packet struct {
-	// Source and Destination are of one family. A port is never 0.
+	// Source and Destination are of one family.
 	Source, Destination netip.AddrPort
-	// Protocol is TCP, UDP or SCTP. A TCP packet has the flag SYN alone.
+	// Protocol is TCP, UDP or SCTP, or that of a ping, whose ports are 0. A TCP packet has the flag SYN alone.
 	Protocol Protocol
 	// Interface is the one the packet comes in by; empty if a process on this host sends it.
 	Interface string
@@ -36,6 +37,9 @@ const (
 	TCP  Protocol = 6
 	UDP  Protocol = 17
 	SCTP Protocol = 132
+	// ICMP and ICMPv6 are those of pings.
+	ICMP   Protocol = 1
+	ICMPv6 Protocol = 58
 )
 
 // String returns the name.
@@ -133,6 +137,8 @@ type Outcome struct {
 	Chance Chance
 	// Memory is what a packet with this ending leaves behind for later ones; nil if it leaves nothing.
 	Memory Memory
+	// Last is the last rule that looked at the packet; nil if it was not traced.
+	Last *Step
 }
 
 // Memory is what earlier packets left in dynamic sets, as one Walker returned it. It means nothing to another one.
@@ -160,7 +166,8 @@ func (a *Asked) add(i Interval) {
 	}
 }
 
-// Chance is an exact probability: Num of Den, without a common divisor. The zero Chance is invalid.
+// Chance is a probability: Num of Den, without a common divisor. It is exact, or rounded if that takes more than 64
+// bits. The zero Chance is invalid.
 type Chance struct{ Num, Den uint64 }
 
 // Certain is the chance of what always happens.
@@ -179,22 +186,51 @@ func gcd(a, b uint64) uint64 {
 	return a
 }
 
-// Times multiplies. It is not ok if the result needs more than 64 bits.
-func (c Chance) Times(o Chance) (_ Chance, ok bool) {
+// Times multiplies.
+func (c Chance) Times(o Chance) Chance {
 	g, h := gcd(c.Num, o.Den), gcd(o.Num, c.Den)
 	numHigh, num := bits.Mul64(c.Num/g, o.Num/h)
 	denHigh, den := bits.Mul64(c.Den/h, o.Den/g)
-	return Chance{num, den}, numHigh == 0 && denHigh == 0
+	if numHigh|denHigh == 0 {
+		return Chance{num, den}
+	}
+	return rounded(new(big.Rat).Mul(c.rat(), o.rat()))
 }
 
-// Plus adds. It is not ok if the result needs more than 64 bits.
-func (c Chance) Plus(o Chance) (_ Chance, ok bool) {
-	if c.Den == o.Den {
-		sum, carry := bits.Add64(c.Num, o.Num, 0)
-		return NewChance(sum, c.Den), carry == 0
+// Plus adds.
+func (c Chance) Plus(o Chance) Chance {
+	if sum, carry := bits.Add64(c.Num, o.Num, 0); c.Den == o.Den && carry == 0 {
+		return NewChance(sum, c.Den)
 	}
-	r := new(big.Rat).Add(c.rat(), o.rat())
-	return Chance{r.Num().Uint64(), r.Denom().Uint64()}, r.Num().IsUint64() && r.Denom().IsUint64()
+	return rounded(new(big.Rat).Add(c.rat(), o.rat()))
+}
+
+func rounded(r *big.Rat) Chance {
+	num, den := r.Num(), r.Denom()
+	if more := max(num.BitLen(), den.BitLen()) - 64; more > 0 {
+		num, den = num.Rsh(num, uint(more)), new(big.Int).Rsh(den, uint(more))
+	}
+	return NewChance(num.Uint64(), den.Uint64())
+}
+
+// Near reports whether chances differ by less than one packet in 400,000.
+func (c Chance) Near(o Chance) bool { return math.Abs(c.Float()-o.Float()) < nearly }
+
+const nearly = 1.0 / 400_000
+
+// Short returns the first fraction, of those with ever larger terms that approximate the chance best, that is Near it.
+func (c Chance) Short() (share, of int) {
+	lastShare, lastOf, rest := 0, 1, c
+	for share = 1; rest.Den > 0; {
+		whole := int(rest.Num / rest.Den)
+		share, lastShare = whole*share+lastShare, share
+		of, lastOf = whole*of+lastOf, of
+		if math.Abs(float64(share)/float64(of)-c.Float()) < nearly {
+			break
+		}
+		rest = Chance{rest.Den, rest.Num % rest.Den}
+	}
+	return share, of
 }
 
 // Float is the chance, rounded.
@@ -215,24 +251,16 @@ func (c Chance) String() string {
 // outcomes gathers what can happen to one packet.
 type outcomes []Outcome
 
-// add adds an outcome to that with the same ending.
-func (l *outcomes) add(o Outcome) error {
+// add adds an outcome to that with the same ending. One that is traced has a way of its own.
+func (l *outcomes) add(o Outcome) {
 	for i := range *l {
-		if have := &(*l)[i]; have.Ending == o.Ending {
-			sum, ok := have.Chance.Plus(o.Chance)
-			if !ok {
-				return errChance
-			}
-			have.Chance = sum
-			return nil
+		if have := &(*l)[i]; o.Last == nil && have.Ending == o.Ending {
+			have.Chance = have.Chance.Plus(o.Chance)
+			return
 		}
 	}
 	*l = append(*l, o)
-	return nil
 }
-
-// errChance says that the numbers do not suffice: no ruleset that is known comes near.
-var errChance = fmt.Errorf("a chance needs more than 64 bits")
 
 func (l outcomes) sorted() []Outcome {
 	slices.SortFunc(l, func(a, b Outcome) int { return a.Ending.Compare(b.Ending) })

@@ -3,12 +3,12 @@ package xtables
 import (
 	"context"
 	"fmt"
-	"net/netip"
 	"os"
 	"strings"
 	"time"
 
 	"github.com/verdict-proxy/verdict/internal/system/ipfamily"
+	"github.com/verdict-proxy/verdict/internal/system/packets"
 	"github.com/verdict-proxy/verdict/nft/iptshim"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 	"github.com/verdict-proxy/verdict/sync/reconcile"
@@ -93,38 +93,36 @@ func (i *Inspector) Settings(ctx context.Context) (*dataplane.Settings, error) {
 // Trace implements reconcile.Inspector.
 func (i *Inspector) Trace(ctx context.Context, p dataplane.Packet, node dataplane.LocalNode) (*dataplane.Trace, error) {
 	f := ipfamily.Of(p.Destination)
-	saved, err := i.read(ctx, f)
-	if err != nil {
-		return nil, err
-	}
-	if saved == nil {
+	if !i.programs.Serves(f) {
 		return nil, fmt.Errorf("failed to read the %s rules of iptables: %w", f, i.programs.Missing(f))
 	}
-	local := node.Local
-	if local == nil {
-		local = func(netip.Addr) bool { return false }
-	}
-	var left time.Duration // for which the sender is remembered
-	w, err := saved.Walk(p, iptshim.Host{Here: local,
-		Recent: func(list string, sender netip.Addr, within time.Duration) bool {
-			ago, ok := seenAgo(list, sender)
-			if ok = ok && ago < within; ok {
-				left = within - ago
-			}
-			return ok
-		}})
+	text, err := i.programs.SaveText(ctx, f)
 	if err != nil {
 		return nil, err
 	}
-	t := w.Trace()
+	chains, err := packets.ParseTraced(f, text, &packets.Host{Addrs: node.Addrs, Bridged: node.Bridged})
+	if err != nil {
+		return nil, err
+	}
+	var left time.Duration // for which the sender is remembered
+	t, err := iptshim.Trace(chains, p, func(list string, seconds uint32) bool {
+		ago, ok := seenAgo(list, p.Source)
+		within := time.Duration(seconds) * time.Second
+		if ok = ok && ago < within; ok {
+			left = within - ago
+		}
+		return ok
+	})
+	if err != nil {
+		return nil, err
+	}
 	for n := range t.Endings {
 		if t.Endings[n].Remembered {
 			t.Endings[n].Left = left
 		}
 	}
-	if saved.Rules() == 0 {
-		t.Notes = append(t.Notes, fmt.Sprintf("Verdict has no rules for %s: no Services are programmed on this node",
-			f))
+	if len(t.Steps) == 0 {
+		t.Notes = append(t.Notes, fmt.Sprintf("no rule of Verdict looks at %s: no Services are programmed on this node", f))
 	}
 	return t, nil
 }

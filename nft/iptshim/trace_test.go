@@ -9,13 +9,14 @@ import (
 	"time"
 
 	"github.com/verdict-proxy/verdict/internal/system/ipfamily"
+	"github.com/verdict-proxy/verdict/internal/system/packets"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
-// TestWalkAgreesWithExplain sends random packets through the rules of random clusters: their way must be what the
+// TestTraceAgreesWithExplain sends random packets through the rules of random clusters: their way must be what the
 // policy says.
-func TestWalkAgreesWithExplain(t *testing.T) {
+func TestTraceAgreesWithExplain(t *testing.T) {
 	causes, n := map[dataplane.Cause]int{}, 0
 	for seed := range uint64(60) {
 		w, snap := newWorld(seed, 1+int(seed)%25), snapshot.New()
@@ -28,17 +29,16 @@ func TestWalkAgreesWithExplain(t *testing.T) {
 		st, _ := dataplane.Compute(cfg, snap)
 		model := New(Options{Dispatch: Dispatch(seed % 2)})
 		model.Plan(st, dataplane.Change{})
-		var saved ipfamily.Per[*Saved]
+		var chains ipfamily.Per[*packets.Chains]
 		for _, f := range ipfamily.All {
-			var err error
-			if saved[f], err = Parse(model.Full(f)); err != nil {
-				t.Fatal(err)
-			}
+			chains[f] = parsed(t, f, savedText(model, f), snap.HostAddrs)
 		}
 		for _, k := range w.keys(st) {
 			q := w.question(snap, k)
 			x := dataplane.Explain(cfg, snap, q)
-			walk := walked(t, saved[ipfamily.Of(k.Addr)], snap, q)
+			p := dataplane.Packet{Source: q.Source, Destination: q.Key.Addr, Protocol: q.Key.Protocol, Port: q.Key.Port,
+				Interface: q.Interface}
+			got := traced(t, chains[ipfamily.Of(k.Addr)], p, nil)
 			if slices.ContainsFunc(x.Endpoints, func(c dataplane.EndpointDecision) bool {
 				return c.Addr() == q.Source && !c.Local
 			}) {
@@ -50,15 +50,15 @@ func TestWalkAgreesWithExplain(t *testing.T) {
 			if passed := x.Cause == dataplane.FailoverPassed; passed &&
 				slices.ContainsFunc(snap.ServiceCIDRs, func(r netip.Prefix) bool { return r.Contains(k.Addr) }) {
 				continue // what passes is dropped there, as at any address that no Service has
-			} else if passed && walk.Cause() == dataplane.NotService {
+			} else if passed && got.Cause == dataplane.NotService {
 				causes[x.Cause]++ // no rule says why
 				continue
 			}
-			if d := walk.Trace().Disagreements(x); d != nil || walk.Unclear != nil {
-				t.Errorf("seed %d, %+v: %v %v\n%s", seed, q, d, walk.Unclear, lines(walk))
+			if d := got.Disagreements(x); d != nil || got.Unclear != nil {
+				t.Errorf("seed %d, %+v: %v %v\n%s", seed, q, d, got.Unclear, lines(got))
 			}
-			if got := walk.Cause(); got != x.Cause && walk.Trace().Outcome() != "several" && got.Outcome() != dataplane.Dropped {
-				t.Errorf("seed %d, %+v: it is said to be %v, and is %v\n%s", seed, q, got, x.Cause, lines(walk))
+			if got.Cause != x.Cause && got.Outcome() != "several" && got.Cause.Outcome() != dataplane.Dropped {
+				t.Errorf("seed %d, %+v: it is said to be %v, and is %v\n%s", seed, q, got.Cause, x.Cause, lines(got))
 			}
 			n++
 			causes[x.Cause]++
@@ -69,15 +69,46 @@ func TestWalkAgreesWithExplain(t *testing.T) {
 	}
 }
 
-func walked(t *testing.T, saved *Saved, snap *snapshot.Snapshot, q dataplane.Question) *Walk {
+// savedText is what iptables-save prints once a Model's rules are there.
+func savedText(m *Model, f ipfamily.Family) []byte {
+	var out, inserted strings.Builder
+	for line := range strings.Lines(string(m.Full(f))) {
+		rule, inserts := strings.CutPrefix(line, "-I ")
+		switch {
+		case inserts:
+			first := inserted.String()
+			inserted.Reset()
+			inserted.WriteString("-A " + rule + first)
+			continue
+		case line[0] == '*':
+			for _, chain := range []string{"PREROUTING", "INPUT", "FORWARD", "OUTPUT", "POSTROUTING"} {
+				line += ":" + chain + " ACCEPT [0:0]\n"
+			}
+		case line == "COMMIT\n":
+			line = inserted.String() + line
+			inserted.Reset()
+		}
+		out.WriteString(line)
+	}
+	return []byte(out.String())
+}
+
+func parsed(t *testing.T, f ipfamily.Family, text []byte, node []netip.Addr) *packets.Chains {
 	t.Helper()
-	p := Packet{Source: q.Source, Destination: q.Key.Addr, Protocol: q.Key.Protocol, Port: q.Key.Port,
-		Interface: q.Interface}
-	walk, err := saved.Walk(p, Host{Here: func(a netip.Addr) bool { return slices.Contains(snap.HostAddrs, a) }})
+	c, err := packets.ParseTraced(f, text, &packets.Host{Addrs: node})
 	if err != nil {
 		t.Fatal(err)
 	}
-	return walk
+	return c
+}
+
+func traced(t *testing.T, c *packets.Chains, p dataplane.Packet, recent func(string, uint32) bool) *dataplane.Trace {
+	t.Helper()
+	got, err := Trace(c, p, recent)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return got
 }
 
 // question is a packet to a frontend from somebody: a pod, an endpoint, this node or others.
@@ -110,20 +141,20 @@ func (w world) keys(st *dataplane.State) (keys []dataplane.Key) {
 	return keys
 }
 
-func lines(w *Walk) string {
+func lines(x *dataplane.Trace) string {
 	var out []string
-	for _, s := range w.Steps {
-		out = append(out, fmt.Sprintf("%-5v %s", s.Matched, s))
+	for _, s := range x.Steps {
+		out = append(out, fmt.Sprintf("%-5v %s %s", s.Matched, s.Chain, s.Rule))
 	}
-	for _, e := range w.Endings {
+	for _, e := range x.Endings {
 		out = append(out, fmt.Sprintf("%d/%d %v %v masquerade %v, remembered %v", e.Share, e.Of, e.Outcome, e.Endpoint,
 			e.Masquerade, e.Remember))
 	}
 	return strings.Join(out, "\n")
 }
 
-// TestWalkRemembers follows a sender whom xt_recent knows, and one whom it does not.
-func TestWalkRemembers(t *testing.T) {
+// TestTraceRemembers follows a sender whom xt_recent knows, and one whom it does not.
+func TestTraceRemembers(t *testing.T) {
 	snap := snapshot.New()
 	svc := &snapshot.Service{Name: snapshot.Name{Namespace: "default", Name: "web"},
 		ClusterIPs: []netip.Addr{addr("10.96.0.1")},
@@ -139,48 +170,36 @@ func TestWalkRemembers(t *testing.T) {
 	st, _ := dataplane.Compute(configs[0], snap)
 	model := New(Options{})
 	model.Plan(st, dataplane.Change{})
-	saved, err := Parse(model.Full(ipfamily.IPv4))
-	if err != nil {
-		t.Fatal(err)
-	}
 	known := endpointChain(st.Services[svc.Name].Ports[0].Name, netip.MustParseAddrPort("10.244.1.2:8080"))
-	host := Host{Here: func(netip.Addr) bool { return false }, Recent: func(list string, sender netip.Addr,
-		within time.Duration) bool {
-		return list == known && sender == addr("10.244.7.7") && within == time.Hour
-	}}
-	p := Packet{Source: addr("10.244.7.7"), Destination: addr("10.96.0.1"), Protocol: snapshot.TCP, Port: 80,
+	p := dataplane.Packet{Source: addr("10.244.7.7"), Destination: addr("10.96.0.1"), Protocol: snapshot.TCP, Port: 80,
 		Interface: "cni0"}
-	walk, err := saved.Walk(p, host)
-	if err != nil || len(walk.Endings) != 1 || !walk.Endings[0].Remembered ||
-		walk.Endings[0].Endpoint.Addr() != addr("10.244.1.2") ||
-		walk.Endings[0].Remember != time.Hour || walk.Endings[0].List != known {
-		t.Errorf("%v\n%s", err, lines(walk))
+	chains := parsed(t, ipfamily.IPv4, savedText(model, ipfamily.IPv4), nil)
+	got := traced(t, chains, p, func(list string, seconds uint32) bool {
+		return list == known && seconds == 3600
+	})
+	if len(got.Endings) != 1 || !got.Endings[0].Remembered || got.Endings[0].Endpoint.Addr() != addr("10.244.1.2") ||
+		got.Endings[0].Remember != time.Hour {
+		t.Error(lines(got))
 	}
-	p.Source = addr("10.244.7.8")
-	if walk, err = saved.Walk(p, host); err != nil || len(walk.Endings) != 3 || walk.Endings[0].Remembered {
-		t.Errorf("%v\n%s", err, lines(walk))
+	got = traced(t, chains, p, func(string, uint32) bool { return false })
+	if len(got.Endings) != 3 || got.Endings[0].Remembered {
+		t.Error(lines(got))
 	}
 }
 
-// TestWalkForeign meets rules that Verdict did not write, and chains that lead round in a circle.
-func TestWalkForeign(t *testing.T) {
-	const text = "*nat\n-A PREROUTING -j KUBE-SERVICES\n" +
+// TestTraceForeign meets rules that Verdict did not write, and chains that lead round in a circle.
+func TestTraceForeign(t *testing.T) {
+	const text = "*nat\n:PREROUTING ACCEPT [0:0]\n:KUBE-SERVICES - [0:0]\n:KUBE-MARK-MASQ - [0:0]\n" +
+		"-A PREROUTING -j KUBE-SERVICES\n" +
 		"-A KUBE-SERVICES -m time --weekdays Mon -j KUBE-MARK-MASQ\n-A KUBE-SERVICES -j KUBE-SVC-A\n"
-	p := Packet{Source: addr("10.0.0.1"), Destination: addr("10.96.0.1"), Protocol: snapshot.TCP, Port: 80,
+	p := dataplane.Packet{Source: addr("10.0.0.1"), Destination: addr("10.96.0.1"), Protocol: snapshot.TCP, Port: 80,
 		Interface: "eth0"}
-	host := Host{Here: func(netip.Addr) bool { return false }}
-	saved, err := Parse([]byte(text))
-	if err != nil {
-		t.Fatal(err)
+	if got := traced(t, parsed(t, ipfamily.IPv4, []byte(text), nil), p, nil); len(got.Unclear) != 2 ||
+		got.Outcome() != "untouched" {
+		t.Errorf("%q %s", got.Unclear, got.Outcome())
 	}
-	walk, err := saved.Walk(p, host)
-	if err != nil || len(walk.Unclear) != 2 || walk.Trace().Outcome() != "untouched" {
-		t.Errorf("%v %q %s", err, walk.Unclear, walk.Trace().Outcome())
-	}
-	if saved, err = Parse([]byte(text + ":KUBE-SVC-A - [0:0]\n-A KUBE-SVC-A -j KUBE-SERVICES\n")); err != nil {
-		t.Fatal(err)
-	}
-	if _, err := saved.Walk(p, host); err == nil {
+	circle := strings.Replace(text, "-A PRE", ":KUBE-SVC-A - [0:0]\n-A KUBE-SVC-A -j KUBE-SERVICES\n-A PRE", 1)
+	if _, err := Trace(parsed(t, ipfamily.IPv4, []byte(circle), nil), p, nil); err == nil {
 		t.Error("a circle was walked to its end")
 	}
 }

@@ -1,0 +1,154 @@
+package packets
+
+import (
+	"bytes"
+	"errors"
+	"reflect"
+	"slices"
+)
+
+// findHashLots finds the hashes by which a rule chooses from a fixed map.
+func findHashLots(ops []nfOp) {
+	for i := range ops {
+		if ops[i].kind != opHash {
+			continue
+		}
+		for k := i + 1; k < len(ops); k++ {
+			if op := &ops[k]; op.kind == opLookup && !op.set.dynamic() &&
+				ops[i].dest >= op.source && ops[i].dest < op.source+op.n {
+				ops[i].isLot = true
+				break
+			}
+		}
+	}
+}
+
+// prepare finds the lots of a chain's rules, and which rules repeat one.
+func (c *nfChain) prepare() {
+	for i := len(c.rules) - 1; i >= 0; i-- {
+		r := &c.rules[i]
+		if r.lot, r.again = lotIn(r.ops), 0; r.lot > 0 && r.ops[len(r.ops)-1].kind == opNAT && i+1 < len(c.rules) &&
+			reflect.DeepEqual(r.ops, c.rules[i+1].ops) {
+			r.again = c.rules[i+1].again + 1
+		}
+	}
+}
+
+// lotIn returns the place behind the lot of a rule that does nothing else before, and behind that nothing but look it
+// up and end with what it finds; 0 if there is none.
+func lotIn(ops []nfOp) int {
+	lot := slices.IndexFunc(ops, func(op nfOp) bool { return op.kind == opLot || op.isLot })
+	if lot < 0 || lot+1 == len(ops) {
+		return 0
+	}
+	for _, op := range ops[:lot] {
+		if op.kind != opMeta && op.kind != opPayload && op.kind != opBitwise {
+			return 0
+		}
+	}
+	look, rest := &ops[lot+1], ops[lot+2:]
+	ends := len(rest) == 1 && rest[0].kind == opNAT || len(rest) == 0
+	if !ends || look.kind != opLookup || !look.isMap || look.inverted || look.set.dynamic() ||
+		ops[lot].dest < look.source || ops[lot].dest >= look.source+look.n {
+		return 0
+	}
+	return lot + 1
+}
+
+// draw is what some values of a lot have in common: value is the first, n how many there are, and keys are what the
+// expression behind the lot looks up for them, if that is all they are for. They miss if it finds none.
+type draw struct {
+	value uint32
+	n     uint64
+	keys  [][]byte
+	miss  bool
+}
+
+// lot follows everything that a lot may lead to. Those who find nothing by it, and come to the same rule again, are as
+// likely to find each element there.
+func (w *walker) lot(m *machine, op *nfOp) (result, error) {
+	if op.modulus == 0 {
+		return noMatch, errors.New("a lot of no values")
+	}
+	f := &m.stack[m.depth]
+	r := &f.chain.rules[f.rule]
+	draws, err := w.draws(m, op, r)
+	if err != nil {
+		return noMatch, err
+	}
+	start, again, hit, miss := m.chance, 0, Certain, Certain
+	if last := draws[len(draws)-1]; last.miss {
+		again = r.again
+		for range again {
+			miss = miss.Times(NewChance(last.n, uint64(op.modulus)))
+			hit = hit.Plus(miss)
+		}
+	}
+	for i, d := range slices.Backward(draws) {
+		next := m
+		if i > 0 {
+			next = m.clone()
+			w.queue = append(w.queue, next)
+		}
+		next.chance = start.Times(NewChance(d.n, uint64(op.modulus)))
+		if next.alike = d.keys; d.miss {
+			next.chance = next.chance.Times(miss)
+			next.stack[next.depth].rule += again
+		} else {
+			next.chance = next.chance.Times(hit)
+		}
+		next.load(op.dest, native32(d.value+uint32(op.offset)))
+	}
+	return goOn, nil
+}
+
+// draws returns the values of a lot: each, or of those that find the same only one. Those that find nothing are the
+// last.
+func (w *walker) draws(m *machine, op *nfOp, r *nfRule) (list []draw, err error) {
+	if r.lot != m.op {
+		for v := range op.modulus {
+			list = append(list, draw{value: v, n: 1})
+		}
+		return list, nil
+	}
+	look := &r.ops[m.op]
+	key := func(v uint32) []byte {
+		m.load(op.dest, native32(v+uint32(op.offset)))
+		return m.regs[look.source : look.source+look.n]
+	}
+	find := func(v uint32) *nfElement { return look.set.find(key(v)) }
+	var keys [][]byte
+	if look.set.read != nil {
+		for v := range op.modulus {
+			keys = append(keys, bytes.Clone(key(v)))
+		}
+		found, err := look.set.read(keys)
+		if w.trace.failed = err; err != nil {
+			return nil, err
+		}
+		find = func(v uint32) *nfElement { return found[v] }
+	}
+	miss, at := draw{miss: true}, map[string]int{} // by the data
+	for v := range op.modulus {
+		e := find(v)
+		if e == nil {
+			if miss.n++; miss.n == 1 {
+				miss.value = v
+			}
+			continue
+		}
+		i, known := at[string(e.data)]
+		if !known || e.data == nil || e.odd != "" {
+			i, list = len(list), append(list, draw{value: v})
+			at[string(e.data)] = i
+		}
+		list[i].n++
+		if keys != nil {
+			list[i].keys = append(list[i].keys, keys[v])
+		}
+	}
+	if miss.n > 0 {
+		list = append(list, miss)
+	}
+	return list, nil
+}
