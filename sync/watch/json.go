@@ -7,9 +7,10 @@ import (
 	"strings"
 )
 
-// jsonParser parses JSON into trees. encoding/json keeps no line numbers. The YAML parser could read JSON too, but is
-// ten times slower and does not accept all of its escapes.
-type jsonParser struct {
+// jsonReader reads JSON into trees. encoding/json, which says whether a text is valid, keeps no line numbers and takes
+// ten times as long for its tokens; the YAML parser takes as long and does not accept all of JSON's escapes. Of a text
+// that is not valid, a jsonReader reads something.
+type jsonReader struct {
 	text string
 	pos  int
 	// line is the line number after the first counted bytes of the text.
@@ -19,185 +20,132 @@ type jsonParser struct {
 // parseJSON parses one value; anything but white space after it is an error. With an error the tree holds what came
 // before it, which is often enough to name the object.
 func parseJSON(text string) (*tree, *syntaxError) {
-	p := &jsonParser{text: text, line: 1}
-	t := &tree{}
-	err := p.value(t, 0)
-	if err == nil {
-		if p.space(); p.pos < len(text) {
-			err = errors.New("more text after its end; put --- between documents")
-		}
+	r, t := jsonReader{text: text, line: 1}, &tree{}
+	if !r.value(t, 0) {
+		return t, &syntaxError{r.line, fmt.Errorf("not valid JSON: %w", errTooDeep)}
+	}
+	at := r.pos
+	err := validJSON(text[:at])
+	if s := (*json.SyntaxError)(nil); errors.As(err, &s) {
+		at = int(s.Offset)
+	} else if r.peek() != 0 {
+		at, err = r.pos, errors.New("more text after its end; put --- between documents")
 	}
 	if err != nil {
-		return t, &syntaxError{p.lineAt(p.pos), fmt.Errorf("not valid JSON: %w", err)}
+		return t, &syntaxError{1 + strings.Count(text[:at], "\n"), fmt.Errorf("not valid JSON: %w", err)}
 	}
 	return t, nil
 }
 
-// lineAt returns the line of a position. Positions must not decrease from call to call.
-func (p *jsonParser) lineAt(pos int) int {
-	p.line += strings.Count(p.text[p.counted:pos], "\n")
-	p.counted = pos
-	return p.line
-}
-
-func (p *jsonParser) space() {
-	for p.pos < len(p.text) {
-		switch p.text[p.pos] {
-		case ' ', '\n', '\t', '\r':
-			p.pos++
-		default:
-			return
-		}
-	}
-}
-
-// peek returns the next byte that is not white space, or 0 at the end.
-func (p *jsonParser) peek() byte {
-	if p.space(); p.pos < len(p.text) {
-		return p.text[p.pos]
-	}
-	return 0
-}
-
-var errUnexpectedEnd = errors.New("unexpected end")
-
-func (p *jsonParser) unexpected() error {
-	if p.pos >= len(p.text) {
-		return errUnexpectedEnd
-	}
-	return fmt.Errorf("unexpected %q", p.text[p.pos])
-}
-
-func (p *jsonParser) value(t *tree, depth int) error {
-	if depth > maxDepth {
-		return errTooDeep
-	}
-	c := p.peek()
-	t.line = p.lineAt(p.pos)
-	switch c {
-	case '{':
-		t.kind = mapping
-		return p.sequence(t, '}', depth)
-	case '[':
-		t.kind = list
-		return p.sequence(t, ']', depth)
-	case '"':
-		var err error
-		t.quoted = true
-		t.text, err = p.str()
-		return err
-	}
-	start := p.pos
-	for p.pos < len(p.text) && strings.IndexByte(" \n\t\r,:]}", p.text[p.pos]) < 0 {
-		p.pos++
-	}
-	t.text = p.text[start:p.pos]
-	if t.text == "" {
-		return p.unexpected()
-	}
-	if !json.Valid([]byte(t.text)) {
-		p.pos = start
-		return fmt.Errorf("%s is not a value", quote(t.text))
+func validJSON(text string) error {
+	if b := []byte(text); !json.Valid(b) {
+		return json.Unmarshal(b, new(json.RawMessage))
 	}
 	return nil
 }
 
-// sequence reads a list's values or a mapping's keys and values, from the opening bracket to the closing one.
-func (p *jsonParser) sequence(t *tree, closing byte, depth int) error {
-	p.pos++
-	if p.peek() == closing {
-		p.pos++
-		return nil
-	}
-	for {
-		if closing == '}' {
-			if p.peek() != '"' {
-				return p.unexpected()
-			}
-			key := tree{line: p.lineAt(p.pos), quoted: true}
-			var err error
-			if key.text, err = p.str(); err != nil {
-				return err
-			}
-			if p.peek() != ':' {
-				return p.unexpected()
-			}
-			p.pos++
-			t.parts = append(t.parts, key)
-		}
-		t.parts = append(t.parts, tree{})
-		if err := p.value(&t.parts[len(t.parts)-1], depth+1); err != nil {
-			return err
-		}
-		switch p.peek() {
-		case ',':
-			p.pos++
-		case closing:
-			p.pos++
-			return nil
-		default:
-			return p.unexpected()
+// peek moves to the next byte that is not white space and returns it; 0 at the end.
+func (r *jsonReader) peek() byte {
+	for ; r.pos < len(r.text); r.pos++ {
+		if c := r.text[r.pos]; c != ' ' && c != '\n' && c != '\t' && c != '\r' {
+			return c
 		}
 	}
+	return 0
 }
 
-// str reads a string. Without escapes, the usual case, the string shares the text's memory.
-func (p *jsonParser) str() (string, error) {
-	start := p.pos
-	end, escaped, err := p.skipString()
-	if err != nil {
-		return "", err
-	}
-	if !escaped {
-		return p.text[start+1 : end-1], nil
-	}
-	var s string
-	if err := json.Unmarshal([]byte(p.text[start:end]), &s); err != nil {
-		return "", err
-	}
-	return s, nil
+// lineHere returns the line of the position.
+func (r *jsonReader) lineHere() int {
+	r.line += strings.Count(r.text[r.counted:r.pos], "\n")
+	r.counted = r.pos
+	return r.line
 }
 
-// skipString moves past the string at pos.
-func (p *jsonParser) skipString() (end int, escaped bool, err error) {
-	for i := p.pos + 1; i < len(p.text); i++ {
-		switch c := p.text[i]; {
-		case c == '"':
-			p.pos = i + 1
-			return p.pos, escaped, nil
-		case c == '\\':
+// value reads the value at the position. It is not ok if the value nests too deep.
+func (r *jsonReader) value(t *tree, depth int) (ok bool) {
+	if depth > maxDepth {
+		return false
+	}
+	open := r.peek()
+	t.line = r.lineHere()
+	switch open {
+	case '{', '[':
+		if t.kind = list; open == '{' {
+			t.kind = mapping
+		}
+		for r.pos++; ; {
+			switch r.peek() {
+			case 0:
+				return true
+			case '}', ']':
+				r.pos++
+				return true
+			case ',', ':':
+				r.pos++
+			default:
+				t.parts = append(t.parts, tree{})
+				if !r.value(&t.parts[len(t.parts)-1], depth+1) {
+					return false
+				}
+			}
+		}
+	case '"':
+		t.text, t.quoted = r.str(), true
+	default:
+		start := r.pos
+		for r.pos < len(r.text) && strings.IndexByte(" \n\t\r,:]}", r.text[r.pos]) < 0 {
+			r.pos++
+		}
+		t.text = r.text[start:r.pos]
+	}
+	return true
+}
+
+// str reads the string at the position. Without escapes, the usual case, it shares the text's memory.
+func (r *jsonReader) str() (s string) {
+	start := r.pos
+	escaped := r.skipString()
+	if quoted := r.text[start:r.pos]; !escaped || json.Unmarshal([]byte(quoted), &s) != nil {
+		s = strings.Trim(quoted, `"`)
+	}
+	return s
+}
+
+// skipString moves past the string at the position.
+func (r *jsonReader) skipString() (escaped bool) {
+	for r.pos++; r.pos < len(r.text); r.pos++ {
+		switch r.text[r.pos] {
+		case '"':
+			r.pos++
+			return escaped
+		case '\\':
 			escaped = true
-			i++
-		case c < ' ':
-			p.pos = i
-			return 0, false, errors.New("a string must end on the line it starts on")
+			r.pos++
 		}
 	}
-	return 0, false, errors.New("a string does not end")
+	r.pos = len(r.text)
+	return escaped
 }
 
-// skip moves past the value at pos, without validating its inside.
-func (p *jsonParser) skip() error {
-	depth := 0
-	for {
-		switch p.peek() {
+// skip moves past the value at the position.
+func (r *jsonReader) skip() {
+	for depth := 0; ; {
+		switch r.peek() {
 		case 0:
-			return errUnexpectedEnd
+			return
 		case '{', '[':
 			depth++
-			p.pos++
+			r.pos++
 		case '}', ']':
 			depth--
-			p.pos++
+			r.pos++
 		case '"':
-			if _, _, err := p.skipString(); err != nil {
-				return err
-			}
+			r.skipString()
 		default:
-			p.pos++
+			r.pos++
 		}
 		if depth <= 0 {
-			return nil
+			return
 		}
 	}
 }

@@ -152,56 +152,46 @@ func itemLength(body string, indent int) (n, lines int) {
 
 // jsonItems is yamlItems for JSON.
 func jsonItems(text string) (*tree, []chunk) {
-	p := &jsonParser{text: text, line: 1}
-	if p.peek() != '{' {
+	r := &jsonReader{text: text, line: 1}
+	if r.peek() != '{' {
 		return nil, nil
 	}
-	head := &tree{kind: mapping}
-	var parts []chunk
-	for p.pos++; p.peek() == '"'; p.pos++ {
-		key, err := p.str()
-		if err != nil || p.peek() != ':' {
-			return nil, nil
+	for r.pos++; r.peek() == '"'; r.pos++ {
+		key := r.str()
+		if r.peek() != ':' {
+			break
 		}
-		p.pos++
-		var value tree
-		if key == "items" && p.peek() == '[' && parts == nil {
-			parts = p.elements()
-			if parts == nil {
-				return nil, nil
+		r.pos++
+		if r.peek() == '[' && key == "items" {
+			open := r.pos
+			parts := r.elements()
+			head, err := parseJSON(text[:open] + "[]" + text[r.pos:])
+			if err != nil || len(head.get(key).parts) > 0 {
+				break
 			}
-		} else if err := p.value(&value, 1); err != nil {
-			return nil, nil
+			return head, parts
 		}
-		head.parts = append(head.parts, tree{text: key}, value)
-		if p.peek() != ',' {
+		if r.skip(); r.peek() != ',' {
 			break
 		}
 	}
-	if p.peek() != '}' {
-		return nil, nil
-	}
-	if p.pos++; p.peek() != 0 {
-		return nil, nil
-	}
-	return head, parts
+	return nil, nil
 }
 
-// elements splits the list at pos into its elements, or returns nil if it cannot.
-func (p *jsonParser) elements() []chunk {
-	var parts []chunk
+// elements splits the list at the position into its elements, or returns nil if it cannot.
+func (r *jsonReader) elements() (parts []chunk) {
 	for {
-		p.pos++
-		p.space()
-		start := p.pos
-		if err := p.skip(); err != nil || p.text[start] == ']' {
+		r.pos++
+		if next := r.peek(); next == 0 || next == ']' {
 			return nil
 		}
-		parts = append(parts, chunk{text: p.text[start:p.pos], line: p.lineAt(start) - 1})
-		switch p.peek() {
+		start, line := r.pos, r.lineHere()-1
+		r.skip()
+		parts = append(parts, chunk{text: r.text[start:r.pos], line: line})
+		switch r.peek() {
 		case ',':
 		case ']':
-			p.pos++
+			r.pos++
 			return parts
 		default:
 			return nil

@@ -42,7 +42,7 @@ func (t *tree) get(key string) *tree {
 	if t.kind != mapping {
 		return nil
 	}
-	for i := len(t.parts) - 2; i >= 0; i -= 2 {
+	for i := len(t.parts)&^1 - 2; i >= 0; i -= 2 {
 		if t.parts[i].text == key {
 			return &t.parts[i+1]
 		}
