@@ -50,8 +50,10 @@ func trimKind(p path) path {
 
 // decodeDocument decodes a whole document into out, a pointer to a struct. p is the path of the document.
 func (d *decoder) decodeDocument(p path, fields map[string]any, out any) {
-	for _, twice := range d.at.duplicateKeys() {
-		d.reportHere(Warning, append(p[:len(p):len(p)], twice...), "it is set twice; the last value applies")
+	if d.at.tree != nil {
+		for _, twice := range duplicateKeys(d.at.tree, p) {
+			d.reportHere(Warning, twice, "it is set twice; the last value applies")
+		}
 	}
 	d.decodeValue(p, fields, reflect.ValueOf(out).Elem())
 }

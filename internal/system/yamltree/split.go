@@ -1,44 +1,50 @@
-package watch
+package yamltree
 
-import "strings"
+import (
+	"errors"
+	"strings"
+)
 
-// chunk is a part of a manifest that can be parsed by itself: a document, or one item of a list. Large dumps are one
-// list. Splitting them before parsing keeps one item's tree in memory instead of all.
-type chunk struct {
-	text string
-	// line is the chunk's first line in the file, from 1.
-	line int
-	json bool
-	// item says that text is a YAML list of one element.
-	item bool
-	// kind and apiVersion apply to items that have none of their own, as in a ServiceList.
-	kind, apiVersion string
-	// whole is the document the item came from.
-	whole *chunk
+// Chunk is a part of a text that can be parsed by itself: a document, or one item of a list. Large dumps are one list.
+// Splitting them before parsing keeps one item's tree in memory instead of all.
+type Chunk struct {
+	Text string
+	// Line is the chunk's first line in the text that it came from, from 1.
+	Line int
+	JSON bool
+	// Item says that Text is a YAML list of one element.
+	Item bool
+	// Kind and APIVersion apply to items that have none of their own, as in a ServiceList.
+	Kind, APIVersion string
+	// Whole is the document the item came from; nil for a document.
+	Whole *Chunk
 }
 
-// documents splits a file at its document markers ("---", "..."). Text on a marker's own line belongs to the document
-// after it.
-func documents(text string) []chunk {
+// Documents splits a text at its document markers ("---", "..."). Text on a marker's own line belongs to the document
+// after it. Documents without content are left out.
+func Documents(text string) []Chunk {
 	text = strings.TrimPrefix(text, "\uFEFF") // a byte order mark
-	var docs []chunk
+	var docs []Chunk
 	start, startLine := 0, 1
 	add := func(end int) {
 		if body := text[start:end]; !blank(body) {
 			json := strings.HasPrefix(strings.TrimLeft(body, " \t\r\n"), "{")
-			docs = append(docs, chunk{text: body, line: startLine, json: json})
+			docs = append(docs, Chunk{Text: body, Line: startLine, JSON: json})
 		}
 	}
 	for at, line := 0, 1; at < len(text); line++ {
+		end := strings.IndexByte(text[at:], '\n') + 1
 		if isMarker(text[at:]) {
 			add(at)
 			start, startLine = at+3, line
+			if end > 0 && blank(text[start:at+end]) {
+				start, startLine = at+end, line+1
+			}
 		}
-		end := strings.IndexByte(text[at:], '\n')
-		if end < 0 {
+		if end == 0 {
 			break
 		}
-		at += end + 1
+		at += end
 	}
 	add(len(text))
 	return docs
@@ -61,36 +67,58 @@ func blank(text string) bool {
 	return true
 }
 
-// items splits a list as kubectl prints it. It returns nil if the document is anything else; then the document must be
+// Items splits a list as kubectl prints it. It returns nil if the document is anything else; then the document must be
 // parsed as a whole.
 //
 // In YAML it only uses the indentation. That is wrong for a quoted text that spans lines and has a dash at the very
 // column of the items, and for an anchor in another item. In both cases one of the parts is not valid YAML.
-func items(doc *chunk) []chunk {
-	var head *tree
-	var parts []chunk
-	if doc.json {
-		head, parts = jsonItems(doc.text)
+func (doc *Chunk) Items() []Chunk {
+	var head *Tree
+	var parts []Chunk
+	if doc.JSON {
+		head, parts = jsonItems(doc.Text)
 	} else {
-		head, parts = yamlItems(doc.text)
+		head, parts = yamlItems(doc.Text)
 	}
-	if head == nil || !strings.HasSuffix(head.str("kind"), "List") {
+	if head == nil || !strings.HasSuffix(head.Str("kind"), "List") {
 		return nil
 	}
-	kind, apiVersion := head.str("kind"), head.str("apiVersion")
+	kind, apiVersion := head.Str("kind"), head.Str("apiVersion")
 	for i := range parts {
 		p := &parts[i]
-		p.whole, p.json, p.item, p.line = doc, doc.json, !doc.json, p.line+doc.line
+		p.Whole, p.JSON, p.Item, p.Line = doc, doc.JSON, !doc.JSON, p.Line+doc.Line
 		if kind != "List" {
-			p.kind, p.apiVersion = strings.TrimSuffix(kind, "List"), apiVersion
+			p.Kind, p.APIVersion = strings.TrimSuffix(kind, "List"), apiVersion
 		}
 	}
 	return parts
 }
 
+// Parse parses the chunk. With search it finds the line of an error in YAML, which takes a dozen times as long.
+// Otherwise that is the first line. With an error the tree holds what came before it; it is nil if that is not known.
+func (c *Chunk) Parse(search bool) (*Tree, *SyntaxError) {
+	parse := func(text string) (*Tree, *SyntaxError) { return parseYAML(text, search) }
+	if c.JSON {
+		parse = parseJSON
+	}
+	t, err := parse(c.Text)
+	if err != nil && c.JSON && len(c.Text) <= MaxErrorText { // it may be YAML in braces
+		if t, err := parseYAML(c.Text, false); err == nil {
+			return t, nil
+		}
+	}
+	if err != nil || !c.Item {
+		return t, err
+	}
+	if t.Kind != List || len(t.Parts) != 1 {
+		return t, &SyntaxError{1, errors.New("this is not one item of a list")}
+	}
+	return &t.Parts[0], nil
+}
+
 // yamlItems returns the list without its items, and the items with the lines before them. Both are nil if it cannot
 // split the text.
-func yamlItems(text string) (*tree, []chunk) {
+func yamlItems(text string) (*Tree, []Chunk) {
 	const key = "items:"
 	at := 0
 	if !strings.HasPrefix(text, key) {
@@ -109,10 +137,10 @@ func yamlItems(text string) (*tree, []chunk) {
 	if !isItem(body[indent:]) {
 		return nil, nil
 	}
-	var parts []chunk
+	var parts []Chunk
 	for body != "" {
 		n, lines := itemLength(body, indent)
-		parts = append(parts, chunk{text: body[:n], line: line})
+		parts = append(parts, Chunk{Text: body[:n], Line: line})
 		body, line = body[n:], line+lines
 		if len(body) < indent || strings.Trim(body[:indent], " ") != "" || !isItem(body[indent:]) {
 			break
@@ -151,7 +179,7 @@ func itemLength(body string, indent int) (n, lines int) {
 }
 
 // jsonItems is yamlItems for JSON.
-func jsonItems(text string) (*tree, []chunk) {
+func jsonItems(text string) (*Tree, []Chunk) {
 	r := &jsonReader{text: text, line: 1}
 	if r.peek() != '{' {
 		return nil, nil
@@ -166,7 +194,7 @@ func jsonItems(text string) (*tree, []chunk) {
 			open := r.pos
 			parts := r.elements()
 			head, err := parseJSON(text[:open] + "[]" + text[r.pos:])
-			if err != nil || len(head.get(key).parts) > 0 {
+			if err != nil || len(head.Get(key).Parts) > 0 {
 				break
 			}
 			return head, parts
@@ -179,7 +207,7 @@ func jsonItems(text string) (*tree, []chunk) {
 }
 
 // elements splits the list at the position into its elements, or returns nil if it cannot.
-func (r *jsonReader) elements() (parts []chunk) {
+func (r *jsonReader) elements() (parts []Chunk) {
 	for {
 		r.pos++
 		if next := r.peek(); next == 0 || next == ']' {
@@ -187,7 +215,7 @@ func (r *jsonReader) elements() (parts []chunk) {
 		}
 		start, line := r.pos, r.lineHere()-1
 		r.skip()
-		parts = append(parts, chunk{text: r.text[start:r.pos], line: line})
+		parts = append(parts, Chunk{Text: r.text[start:r.pos], Line: line})
 		switch r.peek() {
 		case ',':
 		case ']':

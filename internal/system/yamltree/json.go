@@ -1,4 +1,4 @@
-package watch
+package yamltree
 
 import (
 	"encoding/json"
@@ -7,9 +7,9 @@ import (
 	"strings"
 )
 
-// jsonReader reads JSON into trees. encoding/json, which says whether a text is valid, keeps no line numbers and takes
-// ten times as long for its tokens; the YAML parser takes as long and does not accept all of JSON's escapes. Of a text
-// that is not valid, a jsonReader reads something.
+// jsonReader reads JSON into trees. encoding/json, which says whether a text is valid, keeps no line numbers; the YAML
+// parser is ten times slower and does not accept all of JSON's escapes. Of a text that is not valid, a jsonReader reads
+// what it can.
 type jsonReader struct {
 	text string
 	pos  int
@@ -19,20 +19,20 @@ type jsonReader struct {
 
 // parseJSON parses one value; anything but white space after it is an error. With an error the tree holds what came
 // before it, which is often enough to name the object.
-func parseJSON(text string) (*tree, *syntaxError) {
-	r, t := jsonReader{text: text, line: 1}, &tree{}
+func parseJSON(text string) (*Tree, *SyntaxError) {
+	r, t := jsonReader{text: text, line: 1}, &Tree{}
 	if !r.value(t, 0) {
-		return t, &syntaxError{r.line, fmt.Errorf("not valid JSON: %w", errTooDeep)}
+		return t, &SyntaxError{r.line, fmt.Errorf("not valid JSON: %w", errTooDeep)}
 	}
 	at := r.pos
 	err := validJSON(text[:at])
 	if s := (*json.SyntaxError)(nil); errors.As(err, &s) {
 		at = int(s.Offset)
 	} else if r.peek() != 0 {
-		at, err = r.pos, errors.New("more text after its end; put --- between documents")
+		at, err = r.pos, errMore
 	}
 	if err != nil {
-		return t, &syntaxError{1 + strings.Count(text[:at], "\n"), fmt.Errorf("not valid JSON: %w", err)}
+		return t, &SyntaxError{1 + strings.Count(text[:at], "\n"), fmt.Errorf("not valid JSON: %w", err)}
 	}
 	return t, nil
 }
@@ -62,16 +62,16 @@ func (r *jsonReader) lineHere() int {
 }
 
 // value reads the value at the position. It is not ok if the value nests too deep.
-func (r *jsonReader) value(t *tree, depth int) (ok bool) {
+func (r *jsonReader) value(t *Tree, depth int) (ok bool) {
 	if depth > maxDepth {
 		return false
 	}
 	open := r.peek()
-	t.line = r.lineHere()
+	t.Line = r.lineHere()
 	switch open {
 	case '{', '[':
-		if t.kind = list; open == '{' {
-			t.kind = mapping
+		if t.Kind = List; open == '{' {
+			t.Kind = Mapping
 		}
 		for r.pos++; ; {
 			switch r.peek() {
@@ -83,20 +83,20 @@ func (r *jsonReader) value(t *tree, depth int) (ok bool) {
 			case ',', ':':
 				r.pos++
 			default:
-				t.parts = append(t.parts, tree{})
-				if !r.value(&t.parts[len(t.parts)-1], depth+1) {
+				t.Parts = append(t.Parts, Tree{})
+				if !r.value(&t.Parts[len(t.Parts)-1], depth+1) {
 					return false
 				}
 			}
 		}
 	case '"':
-		t.text, t.quoted = r.str(), true
+		t.Text, t.Quoted = r.str(), true
 	default:
 		start := r.pos
 		for r.pos < len(r.text) && strings.IndexByte(" \n\t\r,:]}", r.text[r.pos]) < 0 {
 			r.pos++
 		}
-		t.text = r.text[start:r.pos]
+		t.Text = r.text[start:r.pos]
 	}
 	return true
 }
