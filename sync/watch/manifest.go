@@ -234,7 +234,7 @@ func (r *reader) chunk(c *yamltree.Chunk) chunkResult {
 	t, err := c.Parse(r.lineSearches.Load() > 0)
 	if err != nil {
 		r.lineSearches.Add(-1)
-		p := &Problem{Line: err.Line, Object: objectIn(t, c.Text), Err: err.Err}
+		p := &Problem{Line: err.Line, Object: objectIn(t), Err: err.Err}
 		return chunkResult{problems: []*Problem{p}, bad: true, unparsed: true}
 	}
 	var out chunkResult
@@ -468,60 +468,14 @@ func (r *reader) readServiceCIDR(d *decoder, t *yamltree.Tree) (any, []*Problem)
 
 func asAny[T any](v T, problems []*Problem) (any, []*Problem) { return v, problems }
 
-// objectIn names the object in a text that did not parse, as far as possible: by the tree of what did parse, which may
-// be nil, else by the lines of the text.
-func objectIn(t *yamltree.Tree, text string) string {
-	if t != nil && t.Kind == yamltree.List && len(t.Parts) == 1 {
-		t = &t.Parts[0]
+// objectIn names the object in a text that did not parse, as far as what did parse tells; t may be nil.
+func objectIn(t *yamltree.Tree) string {
+	switch {
+	case t == nil:
+		return ""
+	case t.Kind == yamltree.List && len(t.Parts) == 1:
+		return objectIn(&t.Parts[0])
 	}
-	if t == nil || t.Kind != yamltree.Mapping {
-		t = &yamltree.Tree{}
-	}
-	kind, name := objectOnLines(text)
-	if known := t.Str("kind"); known != "" {
-		kind = known
-	}
-	if known := nameIn(t, kinds[kind].namespaced); known.Name != "" {
-		name = known
-	}
-	if kinds[kind].namespaced && name.Name != "" && name.Namespace == "" {
-		name.Namespace = corev1.NamespaceDefault
-	}
-	return objectName(kind, name)
-}
-
-// objectOnLines reads kind and name from block style, by their indentation.
-func objectOnLines(text string) (kind string, name snapshot.Name) {
-	section, top, inner := "", -1, -1
-	for line := range strings.Lines(text) {
-		body := strings.TrimLeft(line, " ")
-		if strings.HasPrefix(body, "- ") && top < 0 {
-			body = strings.TrimLeft(body[1:], " ")
-		}
-		key, value, ok := strings.Cut(strings.TrimRight(body, " \r\n"), ":")
-		indent := len(line) - len(body)
-		if !ok || strings.HasPrefix(body, "#") {
-			continue
-		}
-		if top < 0 {
-			top = indent
-		}
-		value = strings.Trim(value, ` "'`)
-		switch {
-		case indent == top:
-			section, inner = key, -1
-			if key == "kind" {
-				kind = value
-			}
-		case section == "metadata" && (inner < 0 || indent == inner):
-			inner = indent
-			switch key {
-			case "name":
-				name.Name = value
-			case "namespace":
-				name.Namespace = value
-			}
-		}
-	}
-	return kind, name
+	kind := t.Str("kind")
+	return objectName(kind, nameIn(t, kinds[kind].namespaced))
 }
