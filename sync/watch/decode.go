@@ -10,7 +10,6 @@ import (
 	"slices"
 	"strconv"
 	"strings"
-	"sync"
 	"time"
 
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
@@ -23,8 +22,8 @@ import (
 // through interface values and JSON.
 type decoder struct {
 	object string
-	// path is the current position in the object. Its parts are joined only when there is something to report.
-	path []string
+	// path is the current position in the object.
+	path yamltree.Path
 	// problems are all that were found; bad means that the object cannot be used.
 	problems []*Problem
 	bad      bool
@@ -32,9 +31,12 @@ type decoder struct {
 
 // report adds a problem at the current path, or at a field below it.
 func (d *decoder) report(line int, field, format string, args ...any) {
-	path := strings.Join(d.path, "") + field
+	path := d.path
+	if field != "" {
+		path = path.Key(field)
+	}
 	d.problems = append(d.problems, &Problem{
-		Line: line, Object: d.object, Field: strings.TrimPrefix(path, "."), Err: fmt.Errorf(format, args...),
+		Line: line, Object: d.object, Field: path.String(), Err: fmt.Errorf(format, args...),
 	})
 }
 
@@ -59,7 +61,7 @@ func (d *decoder) decode(t *yamltree.Tree, v reflect.Value) {
 		return
 	}
 	if reflect.PointerTo(v.Type()).Implements(unmarshaler) {
-		if created, ok := v.Addr().Interface().(*metav1.Time); ok && d.path[len(d.path)-1] == ".creationTimestamp" {
+		if created, ok := v.Addr().Interface().(*metav1.Time); ok && d.path[len(d.path)-1] == "creationTimestamp" {
 			d.decodeTime(t, created)
 		}
 		return
@@ -93,7 +95,7 @@ func (d *decoder) decode(t *yamltree.Tree, v reflect.Value) {
 // inAnnotation reports whether the current position is the value of an annotation. What is wrong there holds nothing
 // else up.
 func (d *decoder) inAnnotation() bool {
-	return len(d.path) == 3 && d.path[0] == ".metadata" && d.path[1] == ".annotations"
+	return len(d.path) == 3 && d.path[0] == "metadata" && d.path[1] == "annotations"
 }
 
 // expect says whether t is of the kind that its field asks for, and reports it if not.
@@ -112,28 +114,29 @@ func (d *decoder) descend(step string, t *yamltree.Tree, v reflect.Value) {
 }
 
 func (d *decoder) decodeStruct(t *yamltree.Tree, v reflect.Value) {
-	fields := fieldsOf(v.Type())
-	var done uint64 // no struct we read has more than 64 fields
+	fields := yamltree.Fields(v.Type())
+	var few [16]string
+	seen := few[:0] // fields, not keys: others may be as many as they like
 	for i := 0; i+1 < len(t.Parts); i += 2 {
 		key := &t.Parts[i]
-		f, ok := fields[key.Text]
+		index, ok := fields[key.Text]
 		if !ok {
-			d.report(key.Line, "."+short(key.Text), "unknown field%s", d.suggest(fields, key.Text))
+			d.report(key.Line, short(key.Text), "unknown field%s", d.suggest(fields, key.Text))
 			continue
 		}
-		field := v.FieldByIndex(f.index)
-		if bit := uint64(1) << f.number; done&bit != 0 {
-			d.report(key.Line, "."+key.Text, "there twice: the last one counts")
+		field := v.FieldByIndex(index)
+		if slices.Contains(seen, key.Text) {
+			d.report(key.Line, key.Text, "there twice: the last one counts")
 			field.SetZero()
 		} else {
-			done |= bit
+			seen = append(seen, key.Text)
 		}
-		d.descend(f.step, &t.Parts[i+1], field)
+		d.descend(key.Text, &t.Parts[i+1], field)
 	}
 }
 
 // suggest names the field that was probably meant, of the first few: looking for it takes time.
-func (d *decoder) suggest(fields map[string]structField, key string) string {
+func (d *decoder) suggest(fields map[string][]int, key string) string {
 	if len(d.problems) < maxObjectProblems {
 		if like := nearest.Of(key, slices.Sorted(maps.Keys(fields))); like != "" {
 			return ": did you mean " + like + "?"
@@ -210,37 +213,4 @@ func nonTextKind(s string) string {
 		return "a number"
 	}
 	return ""
-}
-
-// structField is where an API field lies in the Go struct.
-type structField struct {
-	index  []int
-	number int
-	step   string // "." and the name
-}
-
-var structFields sync.Map // reflect.Type to map[string]structField
-
-func fieldsOf(t reflect.Type) map[string]structField {
-	if known, ok := structFields.Load(t); ok {
-		return known.(map[string]structField)
-	}
-	fields := map[string]structField{}
-	addFields(fields, t, nil)
-	structFields.Store(t, fields)
-	return fields
-}
-
-// addFields descends into embedded structs that have no name of their own in the API: TypeMeta, not ObjectMeta.
-func addFields(fields map[string]structField, t reflect.Type, outer []int) {
-	for i := range t.NumField() {
-		f := t.Field(i)
-		index := append(slices.Clone(outer), i)
-		switch name, _, _ := strings.Cut(f.Tag.Get("json"), ","); {
-		case name != "" && name != "-":
-			fields[name] = structField{index: index, number: len(fields), step: "." + name}
-		case f.Anonymous && name == "":
-			addFields(fields, f.Type, index)
-		}
-	}
 }

@@ -178,7 +178,8 @@ func (k *Kubernetes) Run(ctx context.Context, sink Sink) error {
 		}
 		l := &lister{resource: res, client: client, report: report}
 		o := cache.ReflectorOptions{Name: res.name, Logger: &klog.Logger{}}
-		reflectors = append(reflectors, cache.NewReflectorWithOptions(l, res.object, res.store, o))
+		lw := &cache.ListWatch{ListWithContextFunc: l.list, WatchFuncWithContext: l.watch}
+		reflectors = append(reflectors, cache.NewReflectorWithOptions(lw, res.object, res.store, o))
 	}
 	var all sync.WaitGroup
 	for _, r := range reflectors {
@@ -491,15 +492,15 @@ type lister struct {
 	refusedDelay time.Duration
 }
 
-// ListWithContext lists the objects.
-func (l *lister) ListWithContext(ctx context.Context, o metav1.ListOptions) (runtime.Object, error) {
+// list lists the objects.
+func (l *lister) list(ctx context.Context, o metav1.ListOptions) (runtime.Object, error) {
 	list, err := decodeList(l.request(&o).Do(ctx), l.store.convertMessage)
 	l.result(ctx, "list", err)
 	return list, err
 }
 
-// WatchWithContext starts a watch, which begins with a list if asked so.
-func (l *lister) WatchWithContext(ctx context.Context, o metav1.ListOptions) (apiwatch.Interface, error) {
+// watch starts a watch, which begins with a list if asked so.
+func (l *lister) watch(ctx context.Context, o metav1.ListOptions) (apiwatch.Interface, error) {
 	o.Watch = true
 	w, err := l.request(&o).Watch(ctx)
 	if o.SendInitialEvents != nil && (apierrors.IsInvalid(err) || apierrors.IsBadRequest(err)) {
@@ -507,16 +508,6 @@ func (l *lister) WatchWithContext(ctx context.Context, o metav1.ListOptions) (ap
 	}
 	l.result(ctx, "watch", err)
 	return w, err
-}
-
-// List is ListWithContext, for an interface that the reflector no longer uses.
-func (l *lister) List(o metav1.ListOptions) (runtime.Object, error) {
-	return l.ListWithContext(context.Background(), o)
-}
-
-// Watch is WatchWithContext, likewise.
-func (l *lister) Watch(o metav1.ListOptions) (apiwatch.Interface, error) {
-	return l.WatchWithContext(context.Background(), o)
 }
 
 func (l *lister) request(o *metav1.ListOptions) *rest.Request {

@@ -116,7 +116,7 @@ type chunkResult struct {
 
 // reject notes why an object cannot be used.
 func (c *chunkResult) reject(t *yamltree.Tree, object, field, format string, args ...any) {
-	p := &Problem{Line: t.LineOf(yamltree.Steps(field)), Object: object, Field: field, Err: fmt.Errorf(format, args...)}
+	p := &Problem{Line: t.LineOf(yamltree.PathOf(field)), Object: object, Field: field, Err: fmt.Errorf(format, args...)}
 	c.problems, c.bad = append(c.problems, p), true
 }
 
@@ -322,7 +322,7 @@ func (r *reader) readValue(t *yamltree.Tree, k kind, key objectKey, out *chunkRe
 	d := &decoder{object: objectName(key.kind, key.name)}
 	value, problems := k.read(r, d, t)
 	for _, p := range problems {
-		p.Line = t.LineOf(yamltree.Steps(p.Field))
+		p.Line = t.LineOf(yamltree.PathOf(p.Field))
 	}
 	out.problems = append(append(out.problems, d.problems...), problems...)
 	if out.bad = out.bad || d.bad; d.bad {

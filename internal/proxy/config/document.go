@@ -190,7 +190,7 @@ func (r *loader) readDocument(p *yamltree.Chunk) error {
 		r.decodeDocument(nil, fields, &r.doc.KubeProxy)
 	case kind == verdictKind && version == verdictVersion && r.verdict == nil:
 		r.verdict = at
-		r.decodeDocument(path{verdictKind}, fields, &r.doc.Verdict)
+		r.decodeDocument(yamltree.Path{verdictKind}, fields, &r.doc.Verdict)
 	case kind == kubeProxyKind && r.kubeProxy != nil || kind == verdictKind && r.verdict != nil:
 		r.reportHere(Warning, nil, "ignored: the file has another "+kind+" before this one")
 	case kind == kubeProxyKind:
@@ -202,13 +202,14 @@ func (r *loader) readDocument(p *yamltree.Chunk) error {
 	case kind == "":
 		return invalid("kind is missing; expected apiVersion %s and kind %s", kubeProxyVersion, kubeProxyKind)
 	default:
-		r.reportHere(Warning, path{"kind"}, visible(kind)+" is ignored: it is neither "+kubeProxyKind+" nor "+verdictKind)
+		r.reportHere(Warning, yamltree.Path{"kind"},
+			visible(kind)+" is ignored: it is neither "+kubeProxyKind+" nor "+verdictKind)
 	}
 	return nil
 }
 
 func (r *loader) wrongVersion(version, want string) error {
-	p := &Problem{Severity: Invalid, File: r.file, Line: r.at.line(path{"apiVersion"}), Field: "apiVersion",
+	p := &Problem{Severity: Invalid, File: r.file, Line: r.at.line(yamltree.Path{"apiVersion"}), Field: "apiVersion",
 		Text: clip.Quote(version) + " is not supported, only " + want}
 	if version == "" {
 		p.Text = "it is missing; expected " + want
@@ -217,7 +218,7 @@ func (r *loader) wrongVersion(version, want string) error {
 }
 
 // line returns the line of a field in the file; 0 if it is unknown.
-func (r *loader) line(p path) int {
+func (r *loader) line(p yamltree.Path) int {
 	if len(p) > 0 && p[0] == verdictKind {
 		return r.verdict.line(p[1:])
 	}
@@ -255,7 +256,7 @@ func splitYAMLError(err error) (line int, reason string) {
 }
 
 // line returns the line of a field in the file, or of the nearest field around it that has one; 0 if it is unknown.
-func (at *position) line(p path) int {
+func (at *position) line(p yamltree.Path) int {
 	if at == nil || at.tree == nil {
 		return 0
 	}
@@ -263,12 +264,12 @@ func (at *position) line(p path) int {
 }
 
 // duplicateKeys returns the keys that a mapping at p, or one in it, has more than once.
-func duplicateKeys(t *yamltree.Tree, p path) (found []path) {
+func duplicateKeys(t *yamltree.Tree, p yamltree.Path) (found []yamltree.Path) {
 	switch t.Kind {
 	case yamltree.Mapping:
 		seen := map[string]bool{}
 		for i := 0; i+1 < len(t.Parts); i += 2 {
-			key := p.key(t.Parts[i].Text)
+			key := p.Key(t.Parts[i].Text)
 			if seen[t.Parts[i].Text] {
 				found = append(found, key)
 			}
@@ -277,7 +278,7 @@ func duplicateKeys(t *yamltree.Tree, p path) (found []path) {
 		}
 	case yamltree.List:
 		for i := range t.Parts {
-			found = append(found, duplicateKeys(&t.Parts[i], p.index(i))...)
+			found = append(found, duplicateKeys(&t.Parts[i], p.Index(i))...)
 		}
 	}
 	return found

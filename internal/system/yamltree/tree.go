@@ -69,16 +69,35 @@ func (t *Tree) Null() bool {
 	return false
 }
 
-// Steps splits the path of a field, such as "spec.ports[0].name". What is in brackets is one step.
-func Steps(field string) []string { return step.FindAllString(field, -1) }
+// Path names a place in a Tree, step by step; the steps into a list, or to a key of a free choice, are in brackets.
+type Path []string
+
+// PathOf splits what Path.String returns, such as "spec.ports[0].name".
+func PathOf(field string) Path { return step.FindAllString(field, -1) }
 
 var step = regexp.MustCompile(`\[[^]]*]|[^.[]+`)
 
-// LineOf returns the line of a field, or that of its nearest parent. The steps into a list or to a key may be in
-// brackets.
-func (t *Tree) LineOf(steps []string) int {
+// Key returns the path to a key.
+func (p Path) Key(k string) Path { return append(p[:len(p):len(p)], k) }
+
+// Index returns the path to an element of a list.
+func (p Path) Index(i int) Path { return p.Key("[" + strconv.Itoa(i) + "]") }
+
+func (p Path) String() string {
+	var b strings.Builder
+	for i, step := range p {
+		if i > 0 && !strings.HasPrefix(step, "[") {
+			b.WriteByte('.')
+		}
+		b.WriteString(step)
+	}
+	return b.String()
+}
+
+// LineOf returns the line of a place, or that of its nearest parent.
+func (t *Tree) LineOf(p Path) int {
 	line := t.Line
-	for _, s := range steps {
+	for _, s := range p {
 		if t, line = t.child(strings.Trim(s, "[]"), line); t == nil {
 			break
 		}

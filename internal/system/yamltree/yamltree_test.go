@@ -22,7 +22,7 @@ func TestLines(t *testing.T) {
 		}
 		for field, want := range map[string]int{"list": 3, "list[0].c": 4, "list[1][c.d]": 6, "list[2]": 3, "more.b": 7,
 			"more.none.at.all": 7, "a": 8, "a.e": 9, "a.b": 8, "none": 1} {
-			if got := tree.LineOf(Steps(field)); got != want {
+			if got := tree.LineOf(PathOf(field)); got != want {
 				t.Errorf("%s: line %d, want %d, of %q", field, got, want, text)
 			}
 		}
