@@ -131,10 +131,6 @@ func (f *Files) follow(ctx context.Context, d *manifestDir, sink Sink) error {
 			if len(d.unread) == 0 {
 				continue
 			}
-		case <-d.answers:
-			if !d.answeredLate() {
-				continue
-			}
 		case <-timer.C:
 			deadline = time.Time{}
 		}
@@ -241,7 +237,7 @@ func newManifestDir(path, nodeName string, report func(error)) *manifestDir {
 	return &manifestDir{
 		path: path, reader: newReader(nodeName), report: report, notice: func(string) {}, allDirty: true,
 		published:   &content{},
-		fileSystems: fileSystems{answers: make(chan struct{}, 1), patience: patience},
+		fileSystems: fileSystems{patience: patience},
 		files:       map[string]*manifest{}, reported: map[string]bool{}, dirty: map[string]bool{},
 		creating: map[string]bool{}, reading: map[string]*question[fileText]{}, ways: map[string]*watchedPaths{},
 		unread: map[string]Unread{},
@@ -297,16 +293,6 @@ func (d *manifestDir) refresh(ctx context.Context) error {
 func (d *manifestDir) toRead(name string) bool {
 	_, unread := d.unread[name]
 	return d.allDirty || d.dirty[name] || unread
-}
-
-// answeredLate reports whether a file was read of which nobody has heard yet.
-func (d *manifestDir) answeredLate() bool {
-	for _, q := range d.reading {
-		if q.answered() {
-			return true
-		}
-	}
-	return false
 }
 
 // forget forgets all files but these.
