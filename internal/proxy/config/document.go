@@ -7,9 +7,6 @@ import (
 	"fmt"
 	"io"
 	"os"
-	"regexp"
-	"strconv"
-	"strings"
 	"syscall"
 
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
@@ -160,16 +157,17 @@ func read(file string, text []byte) (*loader, error) {
 
 // readDocument decodes one document.
 func (r *loader) readDocument(p *yamltree.Chunk) error {
-	at := &position{first: p.Line - 1}
+	tree, bad := p.Parse(true)
+	at := &position{p.Line - 1, tree}
 	value, err := parseYAML(p.Text)
-	if err != nil {
-		line, reason := splitYAMLError(err)
-		return &Problem{Severity: Invalid, File: r.file, Line: at.first + line, Text: "invalid YAML: " + reason}
-	}
-	if value == nil { // nothing but comments
+	switch {
+	case err != nil && bad != nil:
+		return &Problem{Severity: Invalid, File: r.file, Line: at.first + bad.Line, Text: bad.Err.Error()}
+	case err != nil:
+		return &Problem{Severity: Invalid, File: r.file, Line: p.Line, Text: visible(err.Error())}
+	case value == nil: // nothing but comments
 		return nil
 	}
-	at.tree, _ = p.Parse(false)
 	invalid := func(format string, args ...any) error {
 		return &Problem{Severity: Invalid, File: r.file, Line: at.line(nil), Text: fmt.Sprintf(format, args...)}
 	}
@@ -240,19 +238,6 @@ func parseYAML(text string) (value any, err error) {
 	d := json.NewDecoder(bytes.NewReader(converted))
 	d.UseNumber()
 	return value, d.Decode(&value)
-}
-
-var yamlLine = regexp.MustCompile(`^(?:error converting YAML to JSON: )?(?:yaml: )?(?:line (\d+): )?`)
-
-// splitYAMLError splits an error of the YAML parser into line and reason. The line may be one too low; it is 1 if the
-// parser does not report one.
-func splitYAMLError(err error) (line int, reason string) {
-	text := err.Error()
-	m := yamlLine.FindStringSubmatch(text)
-	if line, err = strconv.Atoi(m[1]); err != nil {
-		line = 1
-	}
-	return line, visible(strings.TrimSpace(text[len(m[0]):]))
 }
 
 // line returns the line of a field in the file, or of the nearest field around it that has one; 0 if it is unknown.
