@@ -523,25 +523,24 @@ func (d *manifestDir) conflict(conflicts map[string]bool, o object, name string,
 		return
 	}
 	object := objectName(o.key.kind, o.key.name)
-	key := "twice " + object + " " + name
-	conflicts[key] = true
-	if !d.reported[key] {
-		d.reported[key] = true
+	if d.once(conflicts, "twice "+object+" "+name) {
 		err := fmt.Errorf("duplicate: the one in %v counts", first)
 		d.report(&Problem{File: d.file(name), Line: o.line, Object: object, Err: err})
 	}
 }
 
+// once notes a conflict, and reports whether it is new.
+func (d *manifestDir) once(conflicts map[string]bool, key string) bool {
+	known := d.reported[key]
+	conflicts[key], d.reported[key] = true, true
+	return !known
+}
+
 // shadowed reports Endpoints of a file that do not count, once for the file: a dump has as many as Services.
 func (d *manifestDir) shadowed(conflicts map[string]bool, name string, of []*object) {
-	if len(of) == 0 || len(conflicts) >= maxProblems {
+	if len(of) == 0 || len(conflicts) >= maxProblems || !d.once(conflicts, "shadowed "+name) {
 		return
 	}
-	key := "shadowed " + name
-	if conflicts[key] = true; d.reported[key] {
-		return
-	}
-	d.reported[key] = true
 	more := ""
 	if n := len(of) - 1; n > 0 {
 		more = fmt.Sprintf("; the same holds for %d more Endpoints of this file", n)

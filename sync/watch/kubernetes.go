@@ -54,19 +54,13 @@ type Kubernetes struct {
 }
 
 // apiResources are the watched resources, as in the URL.
-var apiResources = [...]string{"services", "endpointslices", "nodes", "servicecidrs"}
+var apiResources = []string{"services", "endpointslices", "nodes", "servicecidrs"}
 
 // Missing returns the resources that are not synced yet. Safe for concurrent use.
 func (k *Kubernetes) Missing() []string {
 	k.mu.Lock()
 	defer k.mu.Unlock()
-	var missing []string
-	for _, name := range apiResources {
-		if !k.listed[name] {
-			missing = append(missing, name)
-		}
-	}
-	return missing
+	return slices.DeleteFunc(slices.Clone(apiResources), func(name string) bool { return k.listed[name] })
 }
 
 // markListed marks a resource as synced, or as one that will not be, and says whether it was the last one.
@@ -439,13 +433,7 @@ func (s *store[In, Out]) Update(o any) error {
 	if err != nil {
 		return err
 	}
-	changed := map[snapshot.Name]*Out{}
-	s.record(changed, c)
-	if object, ok := o.(metav1.Object); ok {
-		s.read(object.GetResourceVersion())
-	}
-	s.send(changed)
-	return nil
+	return s.passOn(o, c)
 }
 
 // Add is Update.
@@ -457,11 +445,17 @@ func (s *store[In, Out]) Delete(o any) error {
 	if !ok {
 		return fmt.Errorf("watch: unexpected object %T", o)
 	}
-	name := nameOf(object)
-	delete(s.problems, name)
+	delete(s.problems, nameOf(object))
+	return s.passOn(o, &converted[Out]{name: nameOf(object)})
+}
+
+// passOn passes on what an event says of an object, if it differs.
+func (s *store[In, Out]) passOn(o any, c *converted[Out]) error {
 	changed := map[snapshot.Name]*Out{}
-	s.record(changed, &converted[Out]{name: name})
-	s.read(object.GetResourceVersion())
+	s.record(changed, c)
+	if object, ok := o.(metav1.Object); ok {
+		s.read(object.GetResourceVersion())
+	}
 	s.send(changed)
 	return nil
 }
