@@ -659,7 +659,7 @@ func TestSharedStrings(t *testing.T) {
 	for i := range 3 * maxInterned {
 		s.intern(strings.Repeat("y", i%7) + string(rune(i)))
 	}
-	if len(s.lists) > maxInterned {
-		t.Errorf("%d strings are kept", len(s.lists))
+	if len(s.strings) > maxInterned {
+		t.Errorf("%d strings are kept", len(s.strings))
 	}
 }

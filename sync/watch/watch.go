@@ -42,9 +42,9 @@ const maxInterned = 1 << 14
 // interner stores equal strings once: ten thousand endpoints name a few hundred nodes and zones. The unique package
 // does not fit here, since it drops a value once no handle is left, and handles are what we do not keep.
 type interner struct {
-	mu sync.Mutex
-	// lists holds each string in a list of its own, as nearly all hints are.
-	lists map[string][]string
+	mu      sync.Mutex
+	strings map[string]string
+	lists   map[string][]string
 }
 
 // intern returns a string equal to s that keeps nothing else alive: s may be part of a file of many megabytes.
@@ -54,35 +54,39 @@ func (t *interner) intern(s string) string {
 	}
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	return t.list(s)[0]
+	return t.internLocked(s)
 }
 
-// list returns the list of s alone.
-func (t *interner) list(s string) []string {
-	if have, ok := t.lists[s]; ok {
+func (t *interner) internLocked(s string) string {
+	if have, ok := t.strings[s]; ok {
 		return have
 	}
-	if t.lists == nil || len(t.lists) >= maxInterned {
-		t.lists = map[string][]string{}
+	if t.strings == nil || len(t.strings) >= maxInterned {
+		t.strings, t.lists = map[string]string{}, map[string][]string{}
 	}
 	s = string([]byte(s))
-	t.lists[s] = []string{s}
-	return t.lists[s]
+	t.strings[s] = s
+	return s
 }
 
-// internList interns a list of hints.
+// internList interns a list of hints. Nearly all of them name a single zone or node.
 func (t *interner) internList(names []string) []string {
 	if len(names) == 0 {
 		return nil
 	}
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	if len(names) == 1 {
-		return t.list(names[0])
+	if len(names) > 1 {
+		names = slices.Clone(names)
+		for i := range names {
+			names[i] = t.internLocked(names[i])
+		}
+		return names
 	}
-	names = slices.Clone(names)
-	for i := range names {
-		names[i] = t.list(names[i])[0]
+	if have, ok := t.lists[names[0]]; ok {
+		return have
 	}
-	return names
+	one := t.internLocked(names[0])
+	t.lists[one] = []string{one}
+	return t.lists[one]
 }
