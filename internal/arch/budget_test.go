@@ -12,7 +12,7 @@ var budget = map[string]int{
 	"cmd":              3_800,
 	"nft":              18_620,
 	"ipvsplugin":       3_300,
-	"sync":             13_550,
+	"sync":             13_450,
 	"internal/system":  6_600,
 	"internal/proxy":   22_350,
 	"internal/answers": 11_600,
