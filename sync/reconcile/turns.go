@@ -189,7 +189,7 @@ func (t *fairQueue) takeFrom(name string, most int, out *snapshot.Delta, weight 
 			break
 		}
 		sum += w
-		t.oldest = earlier(t.oldest, o.since)
+		t.oldest = snapshot.Earlier(t.oldest, o.since)
 		ns.take(o.object, out)
 	}
 	if ns.order = ns.order[n:]; len(ns.order) == 0 {
@@ -236,9 +236,7 @@ func (t *fairQueue) held() (h snapshot.Held) {
 		case h.Since.IsZero():
 			h.Since, h.Before = ns.order[first].since, ns.order[first].before
 		default:
-			if o := ns.order[first]; o.since.Before(h.Since) {
-				h.Since = o.since
-			}
+			h.Since = snapshot.Earlier(h.Since, ns.order[first].since)
 			h.Before = h.Before.Older(ns.order[first].before)
 		}
 	}

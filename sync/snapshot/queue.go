@@ -59,11 +59,15 @@ type Waiting struct {
 }
 
 func (w Waiting) merge(o Waiting) Waiting {
-	since := w.Since
-	if since.IsZero() || !o.Since.IsZero() && o.Since.Before(since) {
-		since = o.Since
+	return Waiting{Earlier(w.Since, o.Since), w.Services + o.Services, w.Slices + o.Slices}
+}
+
+// Earlier returns the earlier of two times, of which either may be zero.
+func Earlier(a, b time.Time) time.Time {
+	if a.IsZero() || !b.IsZero() && b.Before(a) {
+		return b
 	}
-	return Waiting{since, w.Services + o.Services, w.Slices + o.Slices}
+	return a
 }
 
 // Trigger is when a change of a slice began, somewhere in the cluster.
@@ -185,9 +189,7 @@ func (q *Queue) Progress() Progress {
 	q.mu.Lock()
 	defer q.mu.Unlock()
 	p := Progress{q.versions.put, q.versions.programmed, q.taken.merge(q.queued)}
-	if since := q.held.Since; !q.held.none() && (p.Since.IsZero() || since.Before(p.Since)) {
-		p.Since = since
-	}
+	p.Since = Earlier(p.Since, q.held.Since)
 	return p
 }
 
