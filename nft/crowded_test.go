@@ -68,7 +68,7 @@ func TestCrowdedServicesCostWhatTheyHave(t *testing.T) {
 	defer runtime.UnlockOSThread()
 	plan := func(s *snapshot.Snapshot) {
 		p := dataplane.NewPlanner(dataplane.Config{})
-		p.Apply(s, snapshot.Change{All: true})
+		p.Apply(s, snapshot.Change{Globals: true})
 		var m Model
 		m.Plan(p.State(), dataplane.Change{}, 0)
 		change, _ := p.Apply(s, edited(s))

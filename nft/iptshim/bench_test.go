@@ -55,7 +55,7 @@ func planned(b *testing.B, services, endpoints int, o Options) (model *Model, fu
 	b.Helper()
 	snap, planner := large(services, endpoints), dataplane.NewPlanner(configs[0])
 	model = New(o)
-	c, _ := planner.Apply(snap, snapshot.Change{All: true})
+	c, _ := planner.Apply(snap, snapshot.Change{Globals: true})
 	full = model.Plan(planner.State(), c)
 	return model, full, func(round int) *Txn {
 		c, _ := planner.Apply(snap, snap.Apply(largeService(services-1, endpoints, round)))

@@ -294,7 +294,7 @@ func TestBlame(t *testing.T) {
 // TestUnchangedChainsStay says that the text of a change holds what changed, and not more.
 func TestUnchangedChainsStay(t *testing.T) {
 	snap, planner, model := large(2000, 3), dataplane.NewPlanner(configs[0]), New(Options{})
-	change, _ := planner.Apply(snap, snapshot.Change{All: true})
+	change, _ := planner.Apply(snap, snapshot.Change{Globals: true})
 	model.Plan(planner.State(), change)
 	change, _ = planner.Apply(snap, snap.Apply(largeService(7, 3, 1)))
 	if chains, deleted, rules := model.Plan(planner.State(), change).Counts(); chains != 2 || deleted != 1 || rules != 6 {

@@ -78,7 +78,7 @@ func BenchmarkPlannerStart(b *testing.B) {
 	s := benchSnapshot(10_000, 10)
 	b.ReportAllocs()
 	for b.Loop() {
-		NewPlanner(benchConfig).Apply(s, snapshot.Change{All: true})
+		NewPlanner(benchConfig).Apply(s, snapshot.Change{Globals: true})
 	}
 }
 

@@ -8,17 +8,9 @@ import (
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
-// Change names what differs between two States. The zero Change says that nothing differs.
-type Change struct {
-	// Services are those whose value was replaced, added or removed; sorted and unique. All other Services are the same
-	// pointers as before.
-	Services []snapshot.Name
-	// Globals says that Pods4, Pods6, ServiceCIDRs, SharedRanges, IPVSAddresses, LocalhostNodePorts or Settings changed.
-	Globals bool
-}
-
-// Empty reports whether nothing changed.
-func (c Change) Empty() bool { return len(c.Services) == 0 && !c.Globals }
+// Change names what differs between two States. Services are those whose value was replaced, added or removed; all
+// others are the same pointers as before. Globals says that a field of State other than Services changed.
+type Change = snapshot.Change
 
 // Planner keeps a State in sync with a snapshot, at a cost that grows with each change, not with the cluster. Make one
 // with NewPlanner. It is not safe for concurrent use.
@@ -83,7 +75,7 @@ func (p *Planner) Apply(s *snapshot.Snapshot, c snapshot.Change) (Change, []Conf
 	if next != nil {
 		p.cfg = *next
 	}
-	if all || c.All || next != nil || slices.Contains(c.Services, KubernetesService) {
+	if all || c.Globals || next != nil || slices.Contains(c.Services, KubernetesService) {
 		p.overlaps = Overlaps(p.cfg, s)
 		h := newHost(p.cfg, s, p.overlaps)
 		change.Globals = p.state.setGlobals(&h, s.ServiceCIDRs, p.overlaps) || all
@@ -327,17 +319,4 @@ func (u *update) newConflictSummaries() []ConflictSummary {
 		}
 	}
 	return found.sorted()
-}
-
-// With returns a change that names what either change names.
-func (c Change) With(o Change) Change {
-	switch {
-	case c.Empty():
-		return o
-	case o.Empty():
-		return c
-	}
-	names := slices.Concat(c.Services, o.Services)
-	slices.SortFunc(names, snapshot.Name.Compare)
-	return Change{Services: slices.Compact(names), Globals: c.Globals || o.Globals}
 }

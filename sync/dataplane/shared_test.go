@@ -113,13 +113,13 @@ func TestRouteOfAPod(t *testing.T) {
 	p := NewPlanner(Config{})
 	s.Apply(snapshot.Delta{ServiceCIDRs: &[]netip.Prefix{netip.MustParsePrefix("10.96.0.0/12")},
 		Node: &snapshot.Node{Name: "node", Addresses: addrs("192.0.2.1")}})
-	p.Apply(s, snapshot.Change{All: true})
+	p.Apply(s, snapshot.Change{Globals: true})
 	routes := func(list string) (snapshot.Change, Change) {
 		c := s.Apply(snapshot.Delta{HostNetworks: &snapshot.HostNetworks{Routes: prefixes(list)}})
 		change, _ := p.Apply(s, c)
 		return c, change
 	}
-	if c, _ := routes("10.0.0.0/8 10.244.1.7/32"); c.All {
+	if c, _ := routes("10.0.0.0/8 10.244.1.7/32"); c.Globals {
 		t.Error("a pod's route is looked at")
 	}
 	if _, change := routes("10.99.0.0/16"); !change.Globals {

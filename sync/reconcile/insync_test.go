@@ -43,7 +43,7 @@ func TestInSync(t *testing.T) {
 		b := &fakeBackend{loop: &Loop{Log: slog.New(slog.DiscardHandler)}}
 		listen(b, Listener{Failed: func(f Failure) { noted.note("failed: %v", f.Err) }})
 		listen(b, Listener{InSync: func(s InSync) {
-			noted.note("%d Services, %v %v, triggers %d, node %q", len(s.Snapshot.Services), s.Change.Services, s.Change.All,
+			noted.note("%d Services, %v %v, triggers %d, node %q", len(s.Snapshot.Services), s.Change.Services, s.Change.Globals,
 				len(s.Triggers), s.Snapshot.Node.Leaving)
 		}})
 		q, _ := start(t, b)

@@ -113,7 +113,7 @@ func (l *Loop) Run(ctx context.Context) error {
 		l.busy.Store(&start)
 		waiting := l.Queue.Waiting().Since
 		turn := l.takeTurns(delta, start)
-		l.cause = Cause{Delta: turn, Since: earlier(waiting, l.queued.oldest), Began: start}
+		l.cause = Cause{Delta: turn, Since: snapshot.Earlier(waiting, l.queued.oldest), Began: start}
 		err := l.step(ctx, turn)
 		l.cause = Cause{}
 		l.busy.Store(nil)
@@ -132,14 +132,6 @@ func (l *Loop) Run(ctx context.Context) error {
 		l.retryAt, l.retryWait = time.Now().Add(l.retryWait), min(2*l.retryWait, maxRetry)
 	}
 	return nil
-}
-
-// earlier returns the earlier of two times, of which either may be zero.
-func earlier(a, b time.Time) time.Time {
-	if a.IsZero() || !b.IsZero() && b.Before(a) {
-		return b
-	}
-	return a
 }
 
 // Busy returns when the current transaction or check started; zero if there is none. It is safe for concurrent use. The

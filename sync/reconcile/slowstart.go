@@ -213,10 +213,7 @@ func (t *slowStarts) put(d *snapshot.Delta, s *snapshot.Snapshot, n snapshot.Nam
 	if was == is || was != nil && is != nil && slices.Equal(was.Endpoints, is.Endpoints) {
 		return
 	}
-	if d.Starting == nil {
-		d.Starting = map[snapshot.Name]*snapshot.Starting{}
-	}
-	d.Starting[n] = is
+	snapshot.Put(&d.Starting, n, is)
 }
 
 // show tells others than the loop how a Service's endpoints start; nil if none does.
@@ -254,10 +251,7 @@ func (t *slowStarts) takeSteps(now time.Time) (d snapshot.Delta) {
 		st, step := t.steps[0], stepOf(t.steps[0].window)
 		st.due = st.due.Add((now.Sub(st.due)/step + 1) * step)
 		heap.Fix(&t.steps, 0)
-		if d.Starting == nil {
-			d.Starting = map[snapshot.Name]*snapshot.Starting{}
-		}
-		d.Starting[st.name] = st.starting(now)
+		snapshot.Put(&d.Starting, st.name, st.starting(now))
 	}
 	return d
 }

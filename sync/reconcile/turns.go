@@ -83,23 +83,25 @@ const (
 // put adds changes that were taken from the loop's queue now. Those that came together wait in the order of their
 // names.
 func (t *fairQueue) put(d snapshot.Delta, now time.Time) {
-	putAll(t, aService, now, d.Services, func(d *snapshot.Delta) map[snapshot.Name]*snapshot.Service { return d.Services })
-	putAll(t, aSlice, now, d.Slices, func(d *snapshot.Delta) map[snapshot.Name]*snapshot.Slice { return d.Slices })
-	putAll(t, aHealth, now, d.Health, func(d *snapshot.Delta) map[snapshot.Name]*snapshot.Health { return d.Health })
+	putAll(t, aService, now, d.Services,
+		func(d *snapshot.Delta) *map[snapshot.Name]*snapshot.Service { return &d.Services })
+	putAll(t, aSlice, now, d.Slices, func(d *snapshot.Delta) *map[snapshot.Name]*snapshot.Slice { return &d.Slices })
+	putAll(t, aHealth, now, d.Health, func(d *snapshot.Delta) *map[snapshot.Name]*snapshot.Health { return &d.Health })
 	putAll(t, aStarting, now, d.Starting,
-		func(d *snapshot.Delta) map[snapshot.Name]*snapshot.Starting { return d.Starting })
+		func(d *snapshot.Delta) *map[snapshot.Name]*snapshot.Starting { return &d.Starting })
 	t.received = d.Versions
 }
 
 // putAll adds changes of one kind; of finds those that wait.
-func putAll[V any](t *fairQueue, kind objectKind, now time.Time, changes map[snapshot.Name]V,
-	of func(*snapshot.Delta) map[snapshot.Name]V) {
+func putAll[T any](t *fairQueue, kind objectKind, now time.Time, changes map[snapshot.Name]*T,
+	of func(*snapshot.Delta) *map[snapshot.Name]*T) {
 	for _, n := range slices.SortedFunc(maps.Keys(changes), snapshot.Name.Compare) {
 		ns := t.namespace(n.Namespace)
-		if _, waits := of(&ns.delta)[n]; !waits {
+		waiting := of(&ns.delta)
+		if _, waits := (*waiting)[n]; !waits {
 			ns.order = append(ns.order, queued{object{n, kind}, now, t.received})
 		}
-		of(&ns.delta)[n] = changes[n]
+		snapshot.Put(waiting, n, changes[n])
 	}
 }
 
@@ -107,10 +109,6 @@ func (t *fairQueue) namespace(name string) *namespace {
 	ns := t.waiting[name]
 	if ns == nil {
 		ns = &namespace{}
-		ns.delta.Services = map[snapshot.Name]*snapshot.Service{}
-		ns.delta.Slices = map[snapshot.Name]*snapshot.Slice{}
-		ns.delta.Health = map[snapshot.Name]*snapshot.Health{}
-		ns.delta.Starting = map[snapshot.Name]*snapshot.Starting{}
 		if t.waiting == nil {
 			t.waiting = map[string]*namespace{}
 		}
@@ -121,20 +119,21 @@ func (t *fairQueue) namespace(name string) *namespace {
 
 // take removes an object from what waits, and adds it to out.
 func (ns *namespace) take(o object, out *snapshot.Delta) {
-	switch o.kind {
+	switch d := &ns.delta; o.kind {
 	case aService:
-		out.Merge(snapshot.Delta{Services: map[snapshot.Name]*snapshot.Service{o.name: ns.delta.Services[o.name]}})
-		delete(ns.delta.Services, o.name)
+		move(&out.Services, d.Services, o.name)
 	case aSlice:
-		out.Merge(snapshot.Delta{Slices: map[snapshot.Name]*snapshot.Slice{o.name: ns.delta.Slices[o.name]}})
-		delete(ns.delta.Slices, o.name)
+		move(&out.Slices, d.Slices, o.name)
 	case aHealth:
-		out.Merge(snapshot.Delta{Health: map[snapshot.Name]*snapshot.Health{o.name: ns.delta.Health[o.name]}})
-		delete(ns.delta.Health, o.name)
+		move(&out.Health, d.Health, o.name)
 	case aStarting:
-		out.Merge(snapshot.Delta{Starting: map[snapshot.Name]*snapshot.Starting{o.name: ns.delta.Starting[o.name]}})
-		delete(ns.delta.Starting, o.name)
+		move(&out.Starting, d.Starting, o.name)
 	}
+}
+
+func move[T any](to *map[snapshot.Name]*T, from map[snapshot.Name]*T, n snapshot.Name) {
+	snapshot.Put(to, n, from[n])
+	delete(from, n)
 }
 
 // next takes the changes of the namespaces that owe nothing, up to a limit for each. weight returns the weight of an
@@ -190,7 +189,7 @@ func (t *fairQueue) takeFrom(name string, most int, out *snapshot.Delta, weight 
 			break
 		}
 		sum += w
-		t.oldest = earlier(t.oldest, o.since)
+		t.oldest = snapshot.Earlier(t.oldest, o.since)
 		ns.take(o.object, out)
 	}
 	if ns.order = ns.order[n:]; len(ns.order) == 0 {
@@ -237,9 +236,7 @@ func (t *fairQueue) held() (h snapshot.Held) {
 		case h.Since.IsZero():
 			h.Since, h.Before = ns.order[first].since, ns.order[first].before
 		default:
-			if o := ns.order[first]; o.since.Before(h.Since) {
-				h.Since = o.since
-			}
+			h.Since = snapshot.Earlier(h.Since, ns.order[first].since)
 			h.Before = h.Before.Older(ns.order[first].before)
 		}
 	}

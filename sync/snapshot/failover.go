@@ -15,16 +15,11 @@ const (
 	FailoverPass
 )
 
-var failoverNames = [...]string{"drop", "cluster", "reject", "pass"}
+var failoverNames = []string{"drop", "cluster", "reject", "pass"}
 
 func (e ExternalFailover) String() string { return failoverNames[e] }
 
 // ParseExternalFailover reads "drop", "cluster", "reject" or "pass". It is not ok for any other text.
 func ParseExternalFailover(text string) (e ExternalFailover, ok bool) {
-	for i, name := range failoverNames {
-		if text == name {
-			return ExternalFailover(i), true
-		}
-	}
-	return FailoverDrop, false
+	return byName[ExternalFailover](failoverNames, text)
 }

@@ -21,30 +21,20 @@ const (
 	SecondChanceOff
 )
 
+var secondChanceNames = []string{"", "observe", "on", "off"}
+
 // String returns what ParseSecondChance reads; empty for SecondChanceDefault.
-func (s SecondChance) String() string {
-	switch s {
-	case SecondChanceObserve:
-		return "observe"
-	case SecondChanceOn:
-		return "on"
-	case SecondChanceOff:
-		return "off"
-	}
-	return ""
-}
+func (s SecondChance) String() string { return secondChanceNames[s] }
 
 // ParseSecondChance reads "off", "observe" or "on". It is not ok for any other text.
 func ParseSecondChance(text string) (s SecondChance, ok bool) {
-	switch text {
-	case "off":
-		return SecondChanceOff, true
-	case "observe":
-		return SecondChanceObserve, true
-	case "on":
-		return SecondChanceOn, true
-	}
-	return SecondChanceDefault, false
+	return byName[SecondChance](secondChanceNames, text)
+}
+
+// byName returns the value with a name, which is not empty.
+func byName[T ~uint8](names []string, text string) (v T, ok bool) {
+	i := slices.Index(names, text)
+	return T(max(i, 0)), i >= 0 && text != ""
 }
 
 // Cause says what is wrong with an unhealthy endpoint.

@@ -31,10 +31,8 @@ type Queue struct {
 
 // Held is what a reader has taken and holds for later. The zero Held is nothing.
 type Held struct {
-	// Services and Slices count objects.
-	Services, Slices int
-	// Since is when the reader took the oldest of them.
-	Since time.Time
+	// Waiting counts them; Since is when the reader took the oldest.
+	Waiting
 	// Before are the versions up to which the reader had taken everything before the oldest of them.
 	Before Versions
 }
@@ -47,10 +45,8 @@ type Progress struct {
 	// Received are the versions up to which the sources have read, and Programmed those up to which everything that they
 	// put is in force. Both are empty while unknown.
 	Received, Programmed Versions
-	// Services and Slices count changes of objects that are not in force, and Since is when the oldest of them came; zero
-	// if there is none.
-	Services, Slices int
-	Since            time.Time
+	// Waiting counts changes that are not in force, including what the reader holds for later.
+	Waiting
 }
 
 // Waiting counts changes that are not settled yet.
@@ -63,11 +59,15 @@ type Waiting struct {
 }
 
 func (w Waiting) merge(o Waiting) Waiting {
-	since := w.Since
-	if since.IsZero() || !o.Since.IsZero() && o.Since.Before(since) {
-		since = o.Since
+	return Waiting{Earlier(w.Since, o.Since), w.Services + o.Services, w.Slices + o.Slices}
+}
+
+// Earlier returns the earlier of two times, of which either may be zero.
+func Earlier(a, b time.Time) time.Time {
+	if a.IsZero() || !b.IsZero() && b.Before(a) {
+		return b
 	}
-	return Waiting{since, w.Services + o.Services, w.Slices + o.Slices}
+	return a
 }
 
 // Trigger is when a change of a slice began, somewhere in the cluster.
@@ -172,7 +172,7 @@ func (q *Queue) Take() (d Delta, ready bool) {
 func (q *Queue) Ack(held Held) []Trigger {
 	q.mu.Lock()
 	defer q.mu.Unlock()
-	q.taken = Waiting{Services: held.Services, Slices: held.Slices}
+	q.taken = Waiting{Services: held.Services, Slices: held.Slices} // without Since: it is not late
 	q.held, q.unacked = held, false
 	q.versions.programmed = q.versions.taken
 	if !held.none() {
@@ -188,12 +188,8 @@ func (q *Queue) Ack(held Held) []Trigger {
 func (q *Queue) Progress() Progress {
 	q.mu.Lock()
 	defer q.mu.Unlock()
-	w := q.taken.merge(q.queued)
-	p := Progress{Received: q.versions.put, Programmed: q.versions.programmed,
-		Services: w.Services, Slices: w.Slices, Since: w.Since}
-	if since := q.held.Since; !q.held.none() && (p.Since.IsZero() || since.Before(p.Since)) {
-		p.Since = since
-	}
+	p := Progress{q.versions.put, q.versions.programmed, q.taken.merge(q.queued)}
+	p.Since = Earlier(p.Since, q.held.Since)
 	return p
 }
 

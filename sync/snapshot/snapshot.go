@@ -266,77 +266,62 @@ func (d *Delta) Empty() bool {
 // Merge adds what a later delta says; where both name an object, the later one wins. A Service that goes takes its
 // Health and its Starting along, even if it comes back later.
 func (d *Delta) Merge(later Delta) {
+	merge(&d.Services, later.Services)
 	for n, s := range later.Services {
-		if d.Services == nil {
-			d.Services = make(map[Name]*Service, len(later.Services))
-		}
-		d.Services[n] = s
 		if s == nil {
-			d.setHealth(n, nil)
-			d.setStarting(n, nil)
+			Put(&d.Health, n, nil)
+			Put(&d.Starting, n, nil)
 		}
 	}
-	for n, s := range later.Slices {
-		if d.Slices == nil {
-			d.Slices = make(map[Name]*Slice, len(later.Slices))
-		}
-		d.Slices[n] = s
-	}
-	for n, h := range later.Health {
-		d.setHealth(n, h)
-	}
-	for n, st := range later.Starting {
-		d.setStarting(n, st)
-	}
-	if later.Node != nil {
-		d.Node = later.Node
-	}
-	if later.ServiceCIDRs != nil {
-		d.ServiceCIDRs = later.ServiceCIDRs
-	}
-	if later.HostAddrs != nil {
-		d.HostAddrs = later.HostAddrs
-	}
-	if later.HostNetworks != nil {
-		d.HostNetworks = later.HostNetworks
-	}
+	merge(&d.Slices, later.Slices)
+	merge(&d.Health, later.Health)
+	merge(&d.Starting, later.Starting)
+	d.Node = cmp.Or(later.Node, d.Node)
+	d.ServiceCIDRs = cmp.Or(later.ServiceCIDRs, d.ServiceCIDRs)
+	d.HostAddrs = cmp.Or(later.HostAddrs, d.HostAddrs)
+	d.HostNetworks = cmp.Or(later.HostNetworks, d.HostNetworks)
 	d.Versions = d.Versions.Then(later.Versions)
 }
 
-func (d *Delta) setHealth(n Name, h *Health) {
-	if d.Health == nil {
-		d.Health = map[Name]*Health{}
+// Put adds an object to a map of a Delta, which may be nil.
+func Put[T any](m *map[Name]*T, n Name, o *T) {
+	if *m == nil {
+		*m = map[Name]*T{}
 	}
-	d.Health[n] = h
+	(*m)[n] = o
 }
 
-func (d *Delta) setStarting(n Name, st *Starting) {
-	if d.Starting == nil {
-		d.Starting = map[Name]*Starting{}
+func merge[T any](m *map[Name]*T, later map[Name]*T) {
+	if *m == nil && len(later) > 0 {
+		*m = make(map[Name]*T, len(later))
 	}
-	d.Starting[n] = st
+	maps.Copy(*m, later)
 }
 
-// Change names the Services to look at again. The zero Change names none.
+// Change names what may differ between two moments, of a Snapshot or of what follows from it. The zero Change says that
+// nothing differs.
 type Change struct {
-	// Services are sorted and unique. Some of them may be unchanged.
+	// Services are sorted and unique. All others are the same as before.
 	Services []Name
-	// All means that something every Service depends on changed: the node, its addresses, or the service ranges.
-	All bool
+	// Globals says that what concerns all Services may differ. In a Snapshot that is the node, its addresses and networks,
+	// and the service ranges.
+	Globals bool
 }
+
+// Empty reports whether nothing differs.
+func (c Change) Empty() bool { return len(c.Services) == 0 && !c.Globals }
 
 // With returns the union of two changes.
 func (c Change) With(o Change) Change {
-	all := c.All || o.All
 	switch {
-	case len(o.Services) == 0:
-		return Change{c.Services, all}
-	case len(c.Services) == 0:
-		return Change{o.Services, all}
+	case c.Empty():
+		return o
+	case o.Empty():
+		return c
 	}
 	names := slices.Concat(c.Services, o.Services)
 	slices.SortFunc(names, Name.Compare)
-	return Change{slices.Compact(names), all}
+	return Change{slices.Compact(names), c.Globals || o.Globals}
 }
 
 // Apply applies one delta to the snapshot and returns the Services that it may concern. It is no error to delete what
@@ -360,26 +345,26 @@ func (s *Snapshot) Apply(d Delta) Change {
 		s.applySlice(n, sl, touched)
 	}
 	for n, h := range d.Health {
-		s.applyHealth(n, h, touched)
+		applyOf(s, s.Health, n, h, h != nil && len(h.Unhealthy) > 0, touched)
 	}
 	for n, st := range d.Starting {
-		s.applyStarting(n, st, touched)
+		applyOf(s, s.Starting, n, st, st != nil && len(st.Endpoints) > 0, touched)
 	}
 	var c Change
 	if d.Node != nil {
-		c.All = !d.Node.equal(s.Node)
+		c.Globals = !d.Node.equal(s.Node)
 		s.Node = *d.Node
 	}
 	if d.ServiceCIDRs != nil && !slices.Equal(*d.ServiceCIDRs, s.ServiceCIDRs) {
-		s.ServiceCIDRs, c.All = *d.ServiceCIDRs, true
+		s.ServiceCIDRs, c.Globals = *d.ServiceCIDRs, true
 	}
 	if d.HostAddrs != nil && !slices.Equal(*d.HostAddrs, s.HostAddrs) {
-		s.HostAddrs, c.All = *d.HostAddrs, true
+		s.HostAddrs, c.Globals = *d.HostAddrs, true
 	}
 	if d.HostNetworks != nil { // a route comes with every pod, which changes nothing for Services
 		was := s.HostNetworks.Overlapping(s.ServiceCIDRs)
 		s.HostNetworks = *d.HostNetworks
-		c.All = c.All || !was.Equal(s.HostNetworks.Overlapping(s.ServiceCIDRs))
+		c.Globals = c.Globals || !was.Equal(s.HostNetworks.Overlapping(s.ServiceCIDRs))
 	}
 	if len(touched) > 0 {
 		c.Services = slices.AppendSeq(make([]Name, 0, len(touched)), maps.Keys(touched))
@@ -426,24 +411,12 @@ func (s *Snapshot) applySlice(n Name, sl *Slice, touched map[Name]struct{}) {
 	s.sliceService[n] = owner
 }
 
-// applyHealth stores the Health of a Service that is known.
-func (s *Snapshot) applyHealth(n Name, h *Health, touched map[Name]struct{}) {
-	if h != nil && len(h.Unhealthy) > 0 && s.Services[n] != nil {
-		s.Health[n] = h
-	} else if _, held := s.Health[n]; held {
-		delete(s.Health, n)
-	} else {
-		return
-	}
-	touched[n] = struct{}{}
-}
-
-// applyStarting stores the Starting of a Service that is known.
-func (s *Snapshot) applyStarting(n Name, st *Starting, touched map[Name]struct{}) {
-	if st != nil && len(st.Endpoints) > 0 && s.Services[n] != nil {
-		s.Starting[n] = st
-	} else if _, held := s.Starting[n]; held {
-		delete(s.Starting, n)
+// applyOf stores what is known of a Service's endpoints, if it says something and the Service is known.
+func applyOf[T any](s *Snapshot, held map[Name]*T, n Name, is *T, says bool, touched map[Name]struct{}) {
+	if says && s.Services[n] != nil {
+		held[n] = is
+	} else if _, was := held[n]; was {
+		delete(held, n)
 	} else {
 		return
 	}

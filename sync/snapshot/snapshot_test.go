@@ -29,7 +29,7 @@ func concerned(c Change) string {
 	for _, n := range c.Services {
 		words = append(words, n.String())
 	}
-	if c.All {
+	if c.Globals {
 		words = append(words, "all")
 	}
 	return strings.Join(words, " ")
@@ -262,7 +262,7 @@ func TestNodeLeaves(t *testing.T) {
 	s := New()
 	s.Apply(Delta{Node: &Node{Name: "n"}})
 	for _, why := range []string{"tired", ""} {
-		if c := s.Apply(Delta{Node: &Node{Name: "n", Leaving: why}}); c.All || s.Node.Leaving != why {
+		if c := s.Apply(Delta{Node: &Node{Name: "n", Leaving: why}}); c.Globals || s.Node.Leaving != why {
 			t.Errorf("leaving because of %q: %+v, %+v", why, c, s.Node)
 		}
 	}
@@ -276,8 +276,8 @@ func TestChangesAddUp(t *testing.T) {
 	}{
 		{Change{}, Change{}, ""},
 		{Change{Services: []Name{a, c}}, Change{}, "x/a y/a"},
-		{Change{All: true}, Change{Services: []Name{b}}, "x/b all"},
-		{Change{Services: []Name{a, c}}, Change{Services: []Name{b, c}, All: true}, "x/a x/b y/a all"},
+		{Change{Globals: true}, Change{Services: []Name{b}}, "x/b all"},
+		{Change{Services: []Name{a, c}}, Change{Services: []Name{b, c}, Globals: true}, "x/a x/b y/a all"},
 	} {
 		if got := concerned(test.first.With(test.then)); got != test.want {
 			t.Errorf("%v with %v: %q; want %q", test.first, test.then, got, test.want)

@@ -82,7 +82,7 @@ func TestQueueProgress(t *testing.T) {
 		q.Take()
 		since := time.Now()
 		time.Sleep(time.Second)
-		q.Ack(Held{Services: 1, Since: since, Before: Versions{Services: "6"}})
+		q.Ack(Held{Waiting: Waiting{Services: 1, Since: since}, Before: Versions{Services: "6"}})
 		put("8")
 		want("held for later", "8", "6")
 		if p := q.Progress(); p.Services != 1 || !p.Since.Equal(since) {

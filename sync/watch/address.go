@@ -21,39 +21,40 @@ const (
 )
 
 // addr reads an address. It reports one that is invalid, and warns of one that today's API servers reject and those
-// before let pass. Field gives the path, which is needed only then.
-func (f *problemList) addr(field func() string, text string, need addrClass) (netip.Addr, bool) {
+// before let pass. Field is the path, with %d where i belongs, if it is in a list.
+func (f *problemList) addr(field string, i int, text string, need addrClass) (netip.Addr, bool) {
 	a, plain, ok := sloppy.ParseAddr(text)
 	switch {
 	case !ok:
-		f.add(field(), "%s is not an IP address", quote(text))
+		f.add(indexed(field, i), "%s is not an IP address", quote(text))
 		return netip.Addr{}, false
 	case a.Zone() != "":
-		f.add(field(), "%s has a zone: write %s", quote(text), a.WithZone(""))
+		f.add(indexed(field, i), "%s has a zone: write %s", quote(text), a.WithZone(""))
 		return netip.Addr{}, false
 	case need == valid:
 	case a.IsUnspecified() || a.IsLoopback() || a.IsMulticast() || a == netip.AddrFrom4([4]byte{255, 255, 255, 255}),
 		need == unicast && a.IsLinkLocalUnicast():
-		f.add(field(), "%s is special: nothing can be served there", a)
+		f.add(indexed(field, i), "%s is special: nothing can be served there", a)
 		return netip.Addr{}, false
 	}
 	if !plain {
-		f.warn(field(), "%s is read as %s, as kube-proxy does: write that", quote(text), a)
+		f.warn(indexed(field, i), "%s is read as %s, as kube-proxy does: write that", quote(text), a)
 	}
 	return a, true
 }
 
 // prefix reads a range, as addr does an address. Then says what follows from an invalid one.
-func (f *problemList) prefix(field func() string, text, then string) (netip.Prefix, bool) {
+func (f *problemList) prefix(field string, i int, text, then string) (netip.Prefix, bool) {
 	p, plain, ok := sloppy.ParsePrefix(text)
 	if !ok {
 		if _, _, ok := sloppy.ParseAddr(text); ok {
-			f.add(field(), "%s is an address, not a range: add /32 or /128 for this address alone%s", quote(text), then)
+			f.add(indexed(field, i),
+				"%s is an address, not a range: add /32 or /128 for this address alone%s", quote(text), then)
 		} else {
-			f.add(field(), "%s is not an address range like 10.0.0.0/8%s", quote(text), then)
+			f.add(indexed(field, i), "%s is not an address range like 10.0.0.0/8%s", quote(text), then)
 		}
 	} else if !plain {
-		f.warn(field(), "%s is read as %s, as kube-proxy does: write that", quote(text), p)
+		f.warn(indexed(field, i), "%s is read as %s, as kube-proxy does: write that", quote(text), p)
 	}
 	return p, ok
 }
@@ -61,7 +62,7 @@ func (f *problemList) prefix(field func() string, text, then string) (netip.Pref
 func prefixes(f *problemList, field string, texts []string) []netip.Prefix {
 	var out []netip.Prefix
 	for i, text := range texts {
-		if p, ok := f.prefix(func() string { return indexed(field, i) }, text, ""); ok {
+		if p, ok := f.prefix(field, i, text, ""); ok {
 			out = append(out, p)
 		}
 	}
@@ -75,7 +76,7 @@ func addrs(f *problemList, field string, texts []string, need addrClass) []netip
 		known uniqueSet[netip.Addr]
 	)
 	for i, text := range truncate(f, strings.TrimSuffix(field, "[%d]"), texts, maxAddresses) {
-		if a, ok := f.addr(func() string { return indexed(field, i) }, text, need); ok && !known.addSeen(a) {
+		if a, ok := f.addr(field, i, text, need); ok && !known.addSeen(a) {
 			out = append(out, a)
 		}
 	}

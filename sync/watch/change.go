@@ -292,19 +292,30 @@ func (b *changeBuilder) add(o object, file string, deletes bool) {
 		return
 	}
 	b.seen[o.key] = place{file, o.line}
+	n, delta := o.key.name, &b.out.Delta
 	switch o.key.kind {
 	case "Service":
 		v, _ := o.value.(*snapshot.Service)
-		b.service(name, o.key.name, v)
+		if differs(b, name, b.now.Services[n], v, sameService) {
+			snapshot.Put(&delta.Services, n, v)
+		}
 	case "EndpointSlice":
 		v, _ := o.value.(*snapshot.Slice)
-		b.slice(name, o.key.name, v)
+		if differs(b, name, b.now.Slices[b.now.Owner(n)][n.Name], v, sameSlice) {
+			snapshot.Put(&delta.Slices, n, v)
+		}
 	case "Endpoints":
 		v, _ := o.value.([]*snapshot.Slice)
-		b.endpoints(name, o.key.name, v)
+		b.endpoints(name, n, v)
 	case "Node":
+		was := &b.now.Node
+		if was.Name == "" {
+			was = nil
+		}
 		v, _ := o.value.(*snapshot.Node)
-		b.node(name, v)
+		if differs(b, name, was, v, sameNode) {
+			delta.Node = cmp.Or(v, &snapshot.Node{})
+		}
 	case "ServiceCIDR":
 		v, _ := o.value.(*[]netip.Prefix)
 		b.cidrs(name, v, deletes)
@@ -329,39 +340,18 @@ func (b *changeBuilder) changed(name string, was, is, same bool) {
 	b.out.Objects = append(b.out.Objects, ChangedObject{name, verb})
 }
 
-func (b *changeBuilder) service(name string, n snapshot.Name, v *snapshot.Service) {
-	was := b.now.Services[n]
-	same := was != nil && v != nil && sameService(was, v)
-	if b.changed(name, was != nil, v != nil, same); same || was == nil && v == nil {
-		return
-	}
-	if b.out.Delta.Services == nil {
-		b.out.Delta.Services = map[snapshot.Name]*snapshot.Service{}
-	}
-	b.out.Delta.Services[n] = v
-}
-
-func (b *changeBuilder) slice(name string, n snapshot.Name, v *snapshot.Slice) {
-	was := b.now.Slices[b.now.Owner(n)][n.Name]
-	same := was != nil && v != nil && sameSlice(was, v)
-	if b.changed(name, was != nil, v != nil, same); !same && (was != nil || v != nil) {
-		b.putSlice(n, v)
-	}
-}
-
-func (b *changeBuilder) putSlice(n snapshot.Name, v *snapshot.Slice) {
-	if b.out.Delta.Slices == nil {
-		b.out.Delta.Slices = map[snapshot.Name]*snapshot.Slice{}
-	}
-	b.out.Delta.Slices[n] = v
+// differs is changed for an object that is nil when it is not there. It reports whether there is a difference.
+func differs[T any](b *changeBuilder, name string, was, is *T, equal func(a, b *T) bool) bool {
+	same := was != nil && is != nil && equal(was, is)
+	b.changed(name, was != nil, is != nil, same)
+	return !same && (was != nil || is != nil)
 }
 
 // endpoints adds an Endpoints object. It counts only where the Service has no EndpointSlices, as in Files.
 func (b *changeBuilder) endpoints(name string, n snapshot.Name, v []*snapshot.Slice) {
-	from := func(slice string) bool { return strings.HasPrefix(slice, n.Name+":") }
 	var before []*snapshot.Slice
 	for slice, s := range b.now.Slices[n] {
-		if !from(slice) {
+		if !strings.HasPrefix(slice, n.Name+":") {
 			b.out.Notes = append(b.out.Notes, name+" changes nothing: the Service has EndpointSlices, which count")
 			return
 		}
@@ -369,28 +359,15 @@ func (b *changeBuilder) endpoints(name string, n snapshot.Name, v []*snapshot.Sl
 	}
 	slices.SortFunc(before, func(x, y *snapshot.Slice) int { return x.Name.Compare(y.Name) })
 	same := slices.EqualFunc(before, v, sameSlice)
-	b.changed(name, len(before) > 0, len(v) > 0, same)
-	if same {
+	if b.changed(name, len(before) > 0, len(v) > 0, same); same {
 		return
 	}
 	for _, s := range before {
-		b.putSlice(s.Name, nil)
+		snapshot.Put(&b.out.Delta.Slices, s.Name, nil)
 	}
 	for _, s := range v {
-		b.putSlice(s.Name, s)
+		snapshot.Put(&b.out.Delta.Slices, s.Name, s)
 	}
-}
-
-func (b *changeBuilder) node(name string, v *snapshot.Node) {
-	was := b.now.Node.Name != ""
-	same := was && v != nil && sameNode(&b.now.Node, v)
-	if b.changed(name, was, v != nil, same); same || !was && v == nil {
-		return
-	}
-	if v == nil {
-		v = &snapshot.Node{}
-	}
-	b.out.Delta.Node = v
 }
 
 // cidrs adds a ServiceCIDR. The snapshot has the ranges of all of them together, so one that is deleted must say its

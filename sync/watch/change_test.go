@@ -155,7 +155,7 @@ spec: {cidrs: [10.97.0.0/16]}
 		t.Errorf("notes: %q", c.Notes)
 	}
 	change := now.Apply(c.Delta)
-	if !change.All || len(now.Services) != 1 || len(now.Slices) != 0 || now.Node.Zone != "b" ||
+	if !change.Globals || len(now.Services) != 1 || len(now.Slices) != 0 || now.Node.Zone != "b" ||
 		!slices.Contains(now.ServiceCIDRs, netip.MustParsePrefix("10.97.0.0/16")) || len(now.ServiceCIDRs) != 2 {
 		t.Errorf("%v: %v, %v, %v", change, slices.Collect(maps.Keys(now.Services)), now.Node, now.ServiceCIDRs)
 	}

@@ -2,9 +2,8 @@ package watch
 
 import (
 	"context"
-	"os"
 	"path/filepath"
-	"syscall"
+	"slices"
 	"time"
 
 	"golang.org/x/sys/unix"
@@ -21,17 +20,14 @@ const pollInterval = 10 * time.Second
 //
 // Report gets an error once if changes are only noticed by polling; nil drops it.
 func Changes(ctx context.Context, path string, changed func(), report func(error)) {
-	watcher := fileWatcher{path: path, last: statFile(path)}
-	w, err := newInotify()
-	if err != nil {
-		if report != nil {
-			report(err)
-		}
-		watcher.poll(ctx, changed)
-		return
+	c := fileWatcher{path: path, last: statFile(path)}
+	var err error
+	var events <-chan []event
+	if c.inotify, err = newInotify(); err == nil {
+		defer c.inotify.close()
+		events, err = c.inotify.events, c.rewatch()
 	}
-	defer w.close()
-	if err := watcher.rewatch(w); err != nil && report != nil {
+	if err != nil && report != nil {
 		report(err)
 	}
 	changed()
@@ -43,88 +39,64 @@ func Changes(ctx context.Context, path string, changed func(), report func(error
 		select {
 		case <-ctx.Done():
 			return
-		case events, ok := <-w.events:
+		case list, ok := <-events:
 			if !ok {
-				watcher.poll(ctx, changed)
-				return
-			}
-			if watcher.affected(events) {
+				events = nil
+			} else if c.affected(list) {
 				debounceTimer.Reset(debounce)
 			}
 		case <-ticker.C:
-			if now := statFile(path); now != watcher.last {
+			if statFile(path) != c.last {
 				debounceTimer.Reset(debounce)
 			}
 		case <-debounceTimer.C:
-			_ = watcher.rewatch(w)
-			watcher.last = statFile(path)
+			_ = c.rewatch()
+			c.last = statFile(path)
 			changed()
 		}
 	}
 }
 
 type fileWatcher struct {
-	path  string
-	paths watchedPaths
-	last  fileState
+	path string
+	// inotify is nil if there is none.
+	inotify *inotify
+	paths   watchedPaths
+	last    fileState
 }
 
 // rewatch resolves the file's path again and watches all directories on the way.
-func (c *fileWatcher) rewatch(w *inotify) error {
+func (c *fileWatcher) rewatch() error {
+	if c.inotify == nil {
+		return nil
+	}
 	c.paths = newWatchedPaths()
 	path := absolute(c.path)
 	c.paths.addFile(filepath.Base(path), path)
-	err := w.add(c.paths.dirs)
-	w.keep(c.paths.dirs)
+	err := c.inotify.add(c.paths.dirs)
+	c.inotify.keep(c.paths.dirs)
 	return err
 }
 
 // affected says whether events may concern the file.
 func (c *fileWatcher) affected(events []event) bool {
-	for _, e := range events {
-		if e.name == "" {
-			return true
-		}
+	return slices.ContainsFunc(events, func(e event) bool {
 		_, ours := c.paths.entries[e.dirEntry]
-		if ours && (e.mask&unix.IN_CREATE == 0 || !beingWritten(e.dirEntry)) {
-			return true
-		}
-	}
-	return false
+		return e.name == "" || ours && (e.mask&unix.IN_CREATE == 0 || !beingWritten(e.dirEntry))
+	})
 }
 
-// poll checks the file at intervals, without inotify.
-func (c *fileWatcher) poll(ctx context.Context, changed func()) {
-	changed()
-	ticker := time.NewTicker(pollInterval)
-	defer ticker.Stop()
-	for {
-		select {
-		case <-ctx.Done():
-			return
-		case <-ticker.C:
-			if now := statFile(c.path); now != c.last {
-				c.last = now
-				changed()
-			}
-		}
-	}
-}
-
-// fileState is what stat says about a file.
+// fileState is what stat says about a file; zero if it says nothing.
 type fileState struct {
-	dev, ino    uint64
-	size, mtime int64
+	dev, ino uint64
+	size     int64
+	modified unix.Timespec
 }
 
-func statFile(path string) fileState {
-	info, err := os.Stat(path)
-	if err != nil {
-		return fileState{}
+func statFile(path string) (s fileState) {
+	var st unix.Stat_t
+	if unix.Stat(path, &st) == nil {
+		s = fileState{uint64(st.Dev), st.Ino, st.Size, st.Mtim}
 	}
-	l := fileState{size: info.Size(), mtime: info.ModTime().UnixNano()}
-	if st, ok := info.Sys().(*syscall.Stat_t); ok {
-		l.dev, l.ino = uint64(st.Dev), st.Ino
-	}
-	return l
+	return s
 }

@@ -145,7 +145,7 @@ func clusterIPs(f *problemList, spec *corev1.ServiceSpec) []netip.Addr {
 		if spec.ClusterIP == "" {
 			return nil
 		}
-		if a, ok := f.addr(func() string { return "spec.clusterIP" }, spec.ClusterIP, servable); ok {
+		if a, ok := f.addr("spec.clusterIP", 0, spec.ClusterIP, servable); ok {
 			return []netip.Addr{a}
 		}
 		return nil
@@ -155,12 +155,12 @@ func clusterIPs(f *problemList, spec *corev1.ServiceSpec) []netip.Addr {
 	}
 	ips := make([]netip.Addr, 0, min(len(spec.ClusterIPs), 2))
 	for i, text := range spec.ClusterIPs {
-		field := func() string { return fmt.Sprintf("spec.clusterIPs[%d]", i) }
-		a, ok := f.addr(field, text, servable)
+		a, ok := f.addr("spec.clusterIPs[%d]", i, text, servable)
 		switch {
 		case !ok:
 		case slices.ContainsFunc(ips, func(b netip.Addr) bool { return a.Is4() == b.Is4() }):
-			f.add(field(), "%s is a second address of its family: a Service has one of each at most", a)
+			f.add(indexed("spec.clusterIPs[%d]", i), "%s is a second address of its family: a Service has one of each at most",
+				a)
 		default:
 			ips = append(ips, a)
 		}
@@ -179,8 +179,7 @@ func loadBalancerIPs(f *problemList, ingress []corev1.LoadBalancerIngress) []net
 		if in.IP == "" || in.IPMode != nil && *in.IPMode != corev1.LoadBalancerIPModeVIP {
 			continue
 		}
-		field := func() string { return fmt.Sprintf("status.loadBalancer.ingress[%d].ip", i) }
-		if a, ok := f.addr(field, in.IP, servable); ok && !known.addSeen(a) {
+		if a, ok := f.addr("status.loadBalancer.ingress[%d].ip", i, in.IP, servable); ok && !known.addSeen(a) {
 			ips = append(ips, a)
 		}
 	}
@@ -203,8 +202,8 @@ func sourceRanges(f *problemList, texts []string) []netip.Prefix {
 	)
 	bad = len(texts) > maxRanges
 	for i, text := range truncate(f, "spec.loadBalancerSourceRanges", texts, maxRanges) {
-		field := func() string { return fmt.Sprintf("spec.loadBalancerSourceRanges[%d]", i) }
-		p, ok := f.prefix(field, strings.TrimSpace(text), "; a family with no good range is closed")
+		p, ok := f.prefix("spec.loadBalancerSourceRanges[%d]", i, strings.TrimSpace(text),
+			"; a family with no good range is closed")
 		if !ok {
 			bad = true
 			continue
@@ -395,6 +394,7 @@ func (c *converter) slicePort(f *problemList, field inObject, names *uniqueSet[p
 
 // endpointsOf reads only the first address of each endpoint, as the API requires of all consumers.
 func (c *converter) endpointsOf(f *problemList, o *discoveryv1.EndpointSlice) []snapshot.Endpoint {
+	const field = "endpoints[%d].addresses[0]"
 	out := make([]snapshot.Endpoint, 0, len(o.Endpoints))
 	at := newAddrIndex(len(o.Endpoints))
 	for i := range o.Endpoints {
@@ -403,13 +403,12 @@ func (c *converter) endpointsOf(f *problemList, o *discoveryv1.EndpointSlice) []
 			f.add(fmt.Sprintf("endpoints[%d].addresses", i), "an endpoint needs an address")
 			continue
 		}
-		field := func() string { return fmt.Sprintf("endpoints[%d].addresses[0]", i) }
-		a, ok := f.addr(field, e.Addresses[0], unicast)
+		a, ok := f.addr(field, i, e.Addresses[0], unicast)
 		if !ok {
 			continue
 		}
 		if a.Is4() != (o.AddressType == discoveryv1.AddressTypeIPv4) {
-			f.add(field(), "%s is not of the slice's addressType %s", a, o.AddressType)
+			f.add(indexed(field, i), "%s is not of the slice's addressType %s", a, o.AddressType)
 			continue
 		}
 		ep := snapshot.Endpoint{
@@ -423,7 +422,7 @@ func (c *converter) endpointsOf(f *problemList, o *discoveryv1.EndpointSlice) []
 		if e.Hints != nil {
 			ep.ForZones, ep.ForNodes = c.hints(e.Hints)
 		}
-		out = addEndpoint(f, field, out, at, ep)
+		out = addEndpoint(f, field, i, out, at, ep)
 	}
 	return out
 }
@@ -451,9 +450,8 @@ func (p addrIndex) find(list []snapshot.Endpoint, a netip.Addr) (int, bool) {
 	return i, i >= 0
 }
 
-// addEndpoint keeps one of two endpoints with the same address: the one that is not terminating, else the first. It
-// builds the field's path only if there is something to report.
-func addEndpoint(f *problemList, field func() string, list []snapshot.Endpoint, at addrIndex, e snapshot.Endpoint,
+// addEndpoint keeps one of two endpoints with the same address: the one that is not terminating, else the first.
+func addEndpoint(f *problemList, field string, i int, list []snapshot.Endpoint, at addrIndex, e snapshot.Endpoint,
 ) []snapshot.Endpoint {
 	j, again := at.find(list, e.Addr)
 	if !again {
@@ -462,7 +460,7 @@ func addEndpoint(f *problemList, field func() string, list []snapshot.Endpoint, 
 		}
 		return append(list, e)
 	}
-	f.add(field(), "%s is there twice: the endpoint that is not terminating counts, else the first", e.Addr)
+	f.add(indexed(field, i), "%s is there twice: the endpoint that is not terminating counts, else the first", e.Addr)
 	if list[j].Terminating && !e.Terminating {
 		list[j] = e
 	}
@@ -481,8 +479,6 @@ func (c *converter) hints(h *discoveryv1.EndpointHints) (zones, nodes []string) 
 
 // endpoints reads a v1 Endpoints object as one slice for each subset. The slices' names contain a colon, which no API
 // object's name can.
-//
-// lint:ignore SA1019 manifests still have it
 //
 //lint:ignore SA1019 manifests still have it
 func (c *converter) endpoints(o *corev1.Endpoints) ([]*snapshot.Slice, []*Problem) {
@@ -510,9 +506,10 @@ func (c *converter) endpoints(o *corev1.Endpoints) ([]*snapshot.Slice, []*Proble
 			}
 		}
 		at := newAddrIndex(len(sub.Addresses) + len(sub.NotReadyAddresses))
-		s.Endpoints = c.subset(f, fmt.Sprintf("subsets[%d].addresses", i), s.Endpoints, at, sub.Addresses, true)
-		s.Endpoints = c.subset(f, fmt.Sprintf("subsets[%d].notReadyAddresses", i), s.Endpoints, at, sub.NotReadyAddresses,
-			false)
+		field := fmt.Sprintf("subsets[%d].addresses[%%d].ip", i)
+		s.Endpoints = c.subset(f, field, s.Endpoints, at, sub.Addresses, true)
+		field = fmt.Sprintf("subsets[%d].notReadyAddresses[%%d].ip", i)
+		s.Endpoints = c.subset(f, field, s.Endpoints, at, sub.NotReadyAddresses, false)
 		out = append(out, s)
 	}
 	return out, f.problems()
@@ -522,13 +519,12 @@ func (c *converter) subset(f *problemList, field string, list []snapshot.Endpoin
 	addresses []corev1.EndpointAddress, ready bool,
 ) []snapshot.Endpoint {
 	for i, e := range addresses {
-		path := func() string { return fmt.Sprintf("%s[%d].ip", field, i) }
-		a, ok := f.addr(path, e.IP, unicast)
+		a, ok := f.addr(field, i, e.IP, unicast)
 		if !ok {
 			continue
 		}
 		ep := snapshot.Endpoint{Addr: a, Node: c.intern(ptr.Deref(e.NodeName, "")), Ready: ready, Serving: ready}
-		list = addEndpoint(f, path, list, at, ep)
+		list = addEndpoint(f, field, i, list, at, ep)
 	}
 	return list
 }
@@ -543,8 +539,7 @@ func (c *converter) node(o *corev1.Node) (*snapshot.Node, []*Problem) {
 			if na.Type != kind {
 				continue
 			}
-			field := func() string { return fmt.Sprintf("status.addresses[%d].address", i) }
-			if a, ok := f.addr(field, na.Address, valid); ok && !known.addSeen(a) {
+			if a, ok := f.addr("status.addresses[%d].address", i, na.Address, valid); ok && !known.addSeen(a) {
 				n.Addresses = append(n.Addresses, a)
 			}
 		}

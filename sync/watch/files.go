@@ -131,10 +131,6 @@ func (f *Files) follow(ctx context.Context, d *manifestDir, sink Sink) error {
 			if len(d.unread) == 0 {
 				continue
 			}
-		case <-d.answers:
-			if !d.answeredLate() {
-				continue
-			}
 		case <-timer.C:
 			deadline = time.Time{}
 		}
@@ -241,7 +237,7 @@ func newManifestDir(path, nodeName string, report func(error)) *manifestDir {
 	return &manifestDir{
 		path: path, reader: newReader(nodeName), report: report, notice: func(string) {}, allDirty: true,
 		published:   &content{},
-		fileSystems: fileSystems{answers: make(chan struct{}, 1), patience: patience},
+		fileSystems: fileSystems{patience: patience},
 		files:       map[string]*manifest{}, reported: map[string]bool{}, dirty: map[string]bool{},
 		creating: map[string]bool{}, reading: map[string]*question[fileText]{}, ways: map[string]*watchedPaths{},
 		unread: map[string]Unread{},
@@ -297,16 +293,6 @@ func (d *manifestDir) refresh(ctx context.Context) error {
 func (d *manifestDir) toRead(name string) bool {
 	_, unread := d.unread[name]
 	return d.allDirty || d.dirty[name] || unread
-}
-
-// answeredLate reports whether a file was read of which nobody has heard yet.
-func (d *manifestDir) answeredLate() bool {
-	for _, q := range d.reading {
-		if q.answered() {
-			return true
-		}
-	}
-	return false
 }
 
 // forget forgets all files but these.
@@ -537,25 +523,24 @@ func (d *manifestDir) conflict(conflicts map[string]bool, o object, name string,
 		return
 	}
 	object := objectName(o.key.kind, o.key.name)
-	key := "twice " + object + " " + name
-	conflicts[key] = true
-	if !d.reported[key] {
-		d.reported[key] = true
+	if d.once(conflicts, "twice "+object+" "+name) {
 		err := fmt.Errorf("duplicate: the one in %v counts", first)
 		d.report(&Problem{File: d.file(name), Line: o.line, Object: object, Err: err})
 	}
 }
 
+// once notes a conflict, and reports whether it is new.
+func (d *manifestDir) once(conflicts map[string]bool, key string) bool {
+	known := d.reported[key]
+	conflicts[key], d.reported[key] = true, true
+	return !known
+}
+
 // shadowed reports Endpoints of a file that do not count, once for the file: a dump has as many as Services.
 func (d *manifestDir) shadowed(conflicts map[string]bool, name string, of []*object) {
-	if len(of) == 0 || len(conflicts) >= maxProblems {
+	if len(of) == 0 || len(conflicts) >= maxProblems || !d.once(conflicts, "shadowed "+name) {
 		return
 	}
-	key := "shadowed " + name
-	if conflicts[key] = true; d.reported[key] {
-		return
-	}
-	d.reported[key] = true
 	more := ""
 	if n := len(of) - 1; n > 0 {
 		more = fmt.Sprintf("; the same holds for %d more Endpoints of this file", n)

@@ -9,6 +9,7 @@ import (
 	"time"
 
 	"github.com/vishvananda/netlink"
+	"github.com/vishvananda/netlink/nl"
 	"github.com/vishvananda/netns"
 	"golang.org/x/sys/unix"
 
@@ -25,8 +26,7 @@ type Host struct {
 	// Report gets errors that are retried; nil drops them. Calls do not overlap.
 	Report func(error)
 
-	// receiveBuffer is the size of the subscription's socket buffer in bytes; 0 means the system's default. Tests make it
-	// small.
+	// receiveBuffer is the size of the sockets' buffers in bytes; 0 means the system's default. Tests make it small.
 	receiveBuffer int
 }
 
@@ -80,7 +80,7 @@ func (h *Host) Run(ctx context.Context, sink Sink) error {
 	}
 }
 
-// errSubscriptionLost says that the kernel dropped messages, or closed the socket.
+// errSubscriptionLost says that no further message can be received.
 var errSubscriptionLost = errors.New("the subscription was lost")
 
 // hostFacts are what the source knows.
@@ -97,24 +97,25 @@ func (h *Host) watchAddrs(ctx context.Context, put func(hostFacts)) error {
 		return err
 	}
 	defer handle.Close()
-	updates, lost, stop, err := h.subscribe()
+	changed, stop, err := h.subscribe(unix.RTNLGRP_IPV4_IFADDR, unix.RTNLGRP_IPV6_IFADDR)
 	if err != nil {
-		return err
+		return fmt.Errorf("subscribe: %w", err)
 	}
 	defer stop()
-	routes, err := h.watchRoutes()
+	routesChanged, stopRoutes, err := h.subscribe(unix.RTNLGRP_IPV4_ROUTE, unix.RTNLGRP_IPV6_ROUTE)
 	if err != nil {
-		return err
+		return fmt.Errorf("subscribe to routes: %w", err)
 	}
-	defer routes.socket.Close()
+	defer stopRoutes()
+	routes := &routeWatch{stale: true}
 	alarm := newAlarm()
 	for {
 		select {
 		case <-ctx.Done():
 			return ctx.Err()
-		case _, ok := <-updates:
+		case _, ok := <-changed:
 			if !ok {
-				return lost()
+				return errSubscriptionLost
 			}
 			alarm.by(time.Now().Add(addrDebounce))
 		case <-alarm.C:
@@ -131,7 +132,7 @@ func (h *Host) watchAddrs(ctx context.Context, put func(hostFacts)) error {
 			if routes.stale {
 				alarm.by(routes.due)
 			}
-		case _, ok := <-routes.changed:
+		case _, ok := <-routesChanged:
 			if !ok {
 				return errSubscriptionLost
 			}
@@ -173,25 +174,34 @@ func (h *Host) list(handle *netlink.Handle, routes *routeWatch) (out hostFacts, 
 	return out, nil
 }
 
-// subscribe subscribes to address changes. updates is closed when the subscription ends; lost then returns the reason.
-// stop ends the subscription and must be called.
-func (h *Host) subscribe() (updates <-chan netlink.AddrUpdate, lost func() error, stop func(), err error) {
-	done := make(chan struct{})
-	changes := make(chan netlink.AddrUpdate, 64)
-	reason := errSubscriptionLost
-	err = netlink.AddrSubscribeWithOptions(changes, done, netlink.AddrSubscribeOptions{
-		Namespace:         h.Namespace,
-		ReceiveBufferSize: h.receiveBuffer,
-		ErrorCallback:     func(err error) { reason = err }, // before the channel is closed
-	})
-	if err != nil {
-		return nil, nil, nil, fmt.Errorf("subscribe: %w", err)
+// subscribe subscribes to groups of messages. Changed says that there were some; it is closed when the subscription
+// ends. What they say is not asked, so those that the kernel had to drop are as good as others.
+func (h *Host) subscribe(groups ...uint) (changed <-chan struct{}, stop func(), err error) {
+	namespace := netns.None()
+	if h.Namespace != nil {
+		namespace = *h.Namespace
 	}
-	return changes, func() error { return reason }, func() {
-		close(done)
-		for range changes { // the subscription may be waiting for us to take one
+	socket, err := nl.SubscribeAt(namespace, netns.None(), unix.NETLINK_ROUTE, groups...)
+	if err == nil && h.receiveBuffer > 0 {
+		err = socket.SetReceiveBufferSize(h.receiveBuffer, false)
+	}
+	if err != nil {
+		return nil, nil, err
+	}
+	came := make(chan struct{}, 1)
+	go func() {
+		defer close(came)
+		for {
+			if _, _, err := socket.Receive(); err != nil && !errors.Is(err, unix.ENOBUFS) {
+				return
+			}
+			select {
+			case came <- struct{}{}:
+			default:
+			}
 		}
-	}, nil
+	}()
+	return came, socket.Close, nil
 }
 
 func (h *Host) handle() (*netlink.Handle, error) {

@@ -146,7 +146,7 @@ func flood(t *testing.T, h *netlink.Handle, lo netlink.Link, n int) []netip.Addr
 	return all
 }
 
-// When the kernel drops messages, the list is read anew.
+// When the kernel drops messages, the list is read anew, and that is no problem to report.
 func TestHostOverflow(t *testing.T) {
 	ns, h, here := inNamespace(t)
 	if !here {
@@ -160,13 +160,8 @@ func TestHostOverflow(t *testing.T) {
 	v.await("all addresses", func() bool { return slices.Equal(v.snap.HostAddrs, want) })
 	v.mu.Lock()
 	defer v.mu.Unlock()
-	if len(v.problems) == 0 {
-		t.Error("no overflow was reported")
-	}
-	for _, p := range v.problems {
-		if !strings.HasPrefix(p, "host addresses: ") || !strings.HasSuffix(p, "; retrying") {
-			t.Errorf("reported %q", p)
-		}
+	if len(v.problems) > 0 {
+		t.Errorf("reported %q", v.problems)
 	}
 }
 

@@ -54,19 +54,13 @@ type Kubernetes struct {
 }
 
 // apiResources are the watched resources, as in the URL.
-var apiResources = [...]string{"services", "endpointslices", "nodes", "servicecidrs"}
+var apiResources = []string{"services", "endpointslices", "nodes", "servicecidrs"}
 
 // Missing returns the resources that are not synced yet. Safe for concurrent use.
 func (k *Kubernetes) Missing() []string {
 	k.mu.Lock()
 	defer k.mu.Unlock()
-	var missing []string
-	for _, name := range apiResources {
-		if !k.listed[name] {
-			missing = append(missing, name)
-		}
-	}
-	return missing
+	return slices.DeleteFunc(slices.Clone(apiResources), func(name string) bool { return k.listed[name] })
 }
 
 // markListed marks a resource as synced, or as one that will not be, and says whether it was the last one.
@@ -178,7 +172,8 @@ func (k *Kubernetes) Run(ctx context.Context, sink Sink) error {
 		}
 		l := &lister{resource: res, client: client, report: report}
 		o := cache.ReflectorOptions{Name: res.name, Logger: &klog.Logger{}}
-		reflectors = append(reflectors, cache.NewReflectorWithOptions(l, res.object, res.store, o))
+		lw := &cache.ListWatch{ListWithContextFunc: l.list, WatchFuncWithContext: l.watch}
+		reflectors = append(reflectors, cache.NewReflectorWithOptions(lw, res.object, res.store, o))
 	}
 	var all sync.WaitGroup
 	for _, r := range reflectors {
@@ -438,13 +433,7 @@ func (s *store[In, Out]) Update(o any) error {
 	if err != nil {
 		return err
 	}
-	changed := map[snapshot.Name]*Out{}
-	s.record(changed, c)
-	if object, ok := o.(metav1.Object); ok {
-		s.read(object.GetResourceVersion())
-	}
-	s.send(changed)
-	return nil
+	return s.passOn(o, c)
 }
 
 // Add is Update.
@@ -456,11 +445,17 @@ func (s *store[In, Out]) Delete(o any) error {
 	if !ok {
 		return fmt.Errorf("watch: unexpected object %T", o)
 	}
-	name := nameOf(object)
-	delete(s.problems, name)
+	delete(s.problems, nameOf(object))
+	return s.passOn(o, &converted[Out]{name: nameOf(object)})
+}
+
+// passOn passes on what an event says of an object, if it differs.
+func (s *store[In, Out]) passOn(o any, c *converted[Out]) error {
 	changed := map[snapshot.Name]*Out{}
-	s.record(changed, &converted[Out]{name: name})
-	s.read(object.GetResourceVersion())
+	s.record(changed, c)
+	if object, ok := o.(metav1.Object); ok {
+		s.read(object.GetResourceVersion())
+	}
 	s.send(changed)
 	return nil
 }
@@ -491,15 +486,15 @@ type lister struct {
 	refusedDelay time.Duration
 }
 
-// ListWithContext lists the objects.
-func (l *lister) ListWithContext(ctx context.Context, o metav1.ListOptions) (runtime.Object, error) {
+// list lists the objects.
+func (l *lister) list(ctx context.Context, o metav1.ListOptions) (runtime.Object, error) {
 	list, err := decodeList(l.request(&o).Do(ctx), l.store.convertMessage)
 	l.result(ctx, "list", err)
 	return list, err
 }
 
-// WatchWithContext starts a watch, which begins with a list if asked so.
-func (l *lister) WatchWithContext(ctx context.Context, o metav1.ListOptions) (apiwatch.Interface, error) {
+// watch starts a watch, which begins with a list if asked so.
+func (l *lister) watch(ctx context.Context, o metav1.ListOptions) (apiwatch.Interface, error) {
 	o.Watch = true
 	w, err := l.request(&o).Watch(ctx)
 	if o.SendInitialEvents != nil && (apierrors.IsInvalid(err) || apierrors.IsBadRequest(err)) {
@@ -507,16 +502,6 @@ func (l *lister) WatchWithContext(ctx context.Context, o metav1.ListOptions) (ap
 	}
 	l.result(ctx, "watch", err)
 	return w, err
-}
-
-// List is ListWithContext, for an interface that the reflector no longer uses.
-func (l *lister) List(o metav1.ListOptions) (runtime.Object, error) {
-	return l.ListWithContext(context.Background(), o)
-}
-
-// Watch is WatchWithContext, likewise.
-func (l *lister) Watch(o metav1.ListOptions) (apiwatch.Interface, error) {
-	return l.WatchWithContext(context.Background(), o)
 }
 
 func (l *lister) request(o *metav1.ListOptions) *rest.Request {

@@ -1,7 +1,6 @@
 package watch
 
 import (
-	"errors"
 	"fmt"
 	"hash/maphash"
 	"reflect"
@@ -14,6 +13,7 @@ import (
 	discoveryv1 "k8s.io/api/discovery/v1"
 	networkingv1 "k8s.io/api/networking/v1"
 
+	"github.com/verdict-proxy/verdict/internal/system/yamltree"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
@@ -115,8 +115,8 @@ type chunkResult struct {
 }
 
 // reject notes why an object cannot be used.
-func (c *chunkResult) reject(t *tree, object, field, format string, args ...any) {
-	p := &Problem{Line: t.lineOf(field), Object: object, Field: field, Err: fmt.Errorf(format, args...)}
+func (c *chunkResult) reject(t *yamltree.Tree, object, field, format string, args ...any) {
+	p := &Problem{Line: t.LineOf(yamltree.PathOf(field)), Object: object, Field: field, Err: fmt.Errorf(format, args...)}
 	c.problems, c.bad = append(c.problems, p), true
 }
 
@@ -131,10 +131,10 @@ func (r *reader) manifest(file, text string, before *manifest, last map[objectKe
 	if r.change != nil && isDiff(text) {
 		return m, []error{&Problem{File: file, Err: errDiff}}, true
 	}
-	var chunks []chunk
-	docs := documents(text)
+	var chunks []yamltree.Chunk
+	docs := yamltree.Documents(text)
 	for i := range docs {
-		if parts := items(&docs[i]); parts != nil {
+		if parts := docs[i].Items(); parts != nil {
 			chunks = append(chunks, parts...)
 		} else {
 			chunks = append(chunks, docs[i])
@@ -145,7 +145,7 @@ func (r *reader) manifest(file, text string, before *manifest, last map[objectKe
 		c := &chunks[i]
 		for j := range got.objects {
 			o := got.objects[j]
-			o.line += c.line - 1
+			o.line += c.Line - 1
 			m.objects = append(m.objects, o)
 		}
 		for _, p := range got.problems {
@@ -153,10 +153,10 @@ func (r *reader) manifest(file, text string, before *manifest, last map[objectKe
 				hidden++
 				continue
 			}
-			p.File, p.Line = file, max(p.Line, 1)+c.line-1
+			p.File, p.Line = file, max(p.Line, 1)+c.Line-1
 			problems = append(problems, p)
 		}
-		if !invalid(got.problems) && c.text != "" {
+		if !invalid(got.problems) && c.Text != "" {
 			m.chunks[r.hash(c)] = got.objects
 		}
 		bad = bad || got.bad
@@ -169,7 +169,7 @@ func (r *reader) manifest(file, text string, before *manifest, last map[objectKe
 }
 
 // chunks reads all chunks on all processors, because parsing YAML is slow.
-func (r *reader) chunks(chunks []chunk, before *manifest) []chunkResult {
+func (r *reader) chunks(chunks []yamltree.Chunk, before *manifest) []chunkResult {
 	out := make([]chunkResult, len(chunks))
 	var (
 		next atomic.Int64
@@ -195,17 +195,17 @@ func (r *reader) chunks(chunks []chunk, before *manifest) []chunkResult {
 
 // reparseWhole reads a document as a whole if one of its parts did not parse, unless the document is too large to have
 // been written by hand.
-func (r *reader) reparseWhole(chunks []chunk, out []chunkResult) {
+func (r *reader) reparseWhole(chunks []yamltree.Chunk, out []chunkResult) {
 	for i := 0; i < len(chunks); i++ {
-		doc := chunks[i].whole
+		doc := chunks[i].Whole
 		if doc == nil {
 			continue
 		}
 		first, unparsed := i, out[i].unparsed
-		for ; i+1 < len(chunks) && chunks[i+1].whole == doc; i++ {
+		for ; i+1 < len(chunks) && chunks[i+1].Whole == doc; i++ {
 			unparsed = unparsed || out[i+1].unparsed
 		}
-		if !unparsed || len(doc.text) > maxErrorText {
+		if !unparsed || len(doc.Text) > yamltree.MaxErrorText {
 			continue
 		}
 		whole := r.chunk(doc)
@@ -214,64 +214,39 @@ func (r *reader) reparseWhole(chunks []chunk, out []chunkResult) {
 		}
 		chunks[first], out[first] = *doc, whole
 		for j := first + 1; j <= i; j++ {
-			chunks[j], out[j] = chunk{}, chunkResult{}
+			chunks[j], out[j] = yamltree.Chunk{}, chunkResult{}
 		}
 	}
 }
 
-func (r *reader) hash(c *chunk) uint64 {
+func (r *reader) hash(c *yamltree.Chunk) uint64 {
 	var h maphash.Hash
 	h.SetSeed(r.seed)
-	h.WriteString(c.text)
+	h.WriteString(c.Text)
 	h.WriteByte(0)
-	h.WriteString(c.kind)
+	h.WriteString(c.Kind)
 	h.WriteByte(0)
-	h.WriteString(c.apiVersion)
+	h.WriteString(c.APIVersion)
 	return h.Sum64()
 }
 
-func (r *reader) chunk(c *chunk) chunkResult {
-	t, err := r.tree(c)
-	if err == nil && c.item {
-		if t.kind != list || len(t.parts) != 1 {
-			err = &syntaxError{1, errors.New("this is not one item of a list")}
-		} else {
-			t = &t.parts[0]
-		}
-	}
+func (r *reader) chunk(c *yamltree.Chunk) chunkResult {
+	t, err := c.Parse(r.lineSearches.Load() > 0)
 	if err != nil {
-		p := &Problem{Line: err.line, Object: objectIn(t, c.text), Err: err.err}
+		r.lineSearches.Add(-1)
+		p := &Problem{Line: err.Line, Object: objectIn(t), Err: err.Err}
 		return chunkResult{problems: []*Problem{p}, bad: true, unparsed: true}
 	}
 	var out chunkResult
-	r.readObjects(t, c.kind, c.apiVersion, &out)
+	r.readObjects(t, c.Kind, c.APIVersion, &out)
 	return out
-}
-
-func (r *reader) tree(c *chunk) (*tree, *syntaxError) {
-	search := r.lineSearches.Load() > 0
-	if !c.json {
-		t, err := parseYAML(c.text, search)
-		if err != nil {
-			r.lineSearches.Add(-1)
-		}
-		return t, err
-	}
-	t, err := parseJSON(c.text)
-	if err != nil && len(c.text) <= maxErrorText {
-		// YAML in braces looks like JSON at first.
-		if t, err := parseYAML(c.text, false); err == nil {
-			return t, nil
-		}
-	}
-	return t, err
 }
 
 // kind says how objects of one kind are read.
 type kind struct {
 	apiVersion string
 	namespaced bool
-	read       func(*reader, *decoder, *tree) (any, []*Problem)
+	read       func(*reader, *decoder, *yamltree.Tree) (any, []*Problem)
 }
 
 // kinds are the kinds that a proxy reads, by their name in a manifest.
@@ -285,18 +260,18 @@ var kinds = map[string]kind{
 
 // readObjects reads the objects of a tree: one, those of a list, or none if the kind is not needed. kind and apiVersion
 // are defaults for objects without their own.
-func (r *reader) readObjects(t *tree, kind, apiVersion string, out *chunkResult) {
-	if t.null() {
+func (r *reader) readObjects(t *yamltree.Tree, kind, apiVersion string, out *chunkResult) {
+	if t.Null() {
 		return
 	}
-	if t.kind != mapping {
-		out.reject(t, "", "", "not a Kubernetes object but %s", kindWords[t.kind])
+	if t.Kind != yamltree.Mapping {
+		out.reject(t, "", "", "not a Kubernetes object but %s", t.Kind)
 		return
 	}
-	if named := t.str("kind"); named != "" {
+	if named := t.Str("kind"); named != "" {
 		kind, apiVersion = named, ""
 	}
-	if named := t.str("apiVersion"); named != "" {
+	if named := t.Str("apiVersion"); named != "" {
 		apiVersion = named
 	}
 	if kind == "" {
@@ -305,14 +280,14 @@ func (r *reader) readObjects(t *tree, kind, apiVersion string, out *chunkResult)
 	}
 	item := strings.TrimSuffix(kind, "List")
 	if _, known := kinds[item]; kind != item && (known || item == "") {
-		r.readItems(t.get("items"), item, apiVersion, out)
+		r.readItems(t.Get("items"), item, apiVersion, out)
 		return
 	}
 	r.readObject(t, kind, apiVersion, out)
 }
 
 // readObject reads an object, if a proxy of this node needs it.
-func (r *reader) readObject(t *tree, kind, apiVersion string, out *chunkResult) {
+func (r *reader) readObject(t *yamltree.Tree, kind, apiVersion string, out *chunkResult) {
 	k, known := kinds[kind]
 	if !known {
 		out.others++
@@ -336,24 +311,24 @@ func (r *reader) readObject(t *tree, kind, apiVersion string, out *chunkResult) 
 			out.reject(t, name, "metadata.name", "missing")
 			return
 		}
-		out.objects = append(out.objects, object{key: r.ownKey(key), line: t.line})
+		out.objects = append(out.objects, object{key: r.ownKey(key), line: t.Line})
 		return
 	}
 	r.readValue(t, k, key, out)
 }
 
 // readValue reads what an object says.
-func (r *reader) readValue(t *tree, k kind, key objectKey, out *chunkResult) {
+func (r *reader) readValue(t *yamltree.Tree, k kind, key objectKey, out *chunkResult) {
 	d := &decoder{object: objectName(key.kind, key.name)}
 	value, problems := k.read(r, d, t)
 	for _, p := range problems {
-		p.Line = t.lineOf(p.Field)
+		p.Line = t.LineOf(yamltree.PathOf(p.Field))
 	}
 	out.problems = append(append(out.problems, d.problems...), problems...)
 	if out.bad = out.bad || d.bad; d.bad {
 		return
 	}
-	out.objects = append(out.objects, object{key: r.ownKey(key), value: value, line: t.line, flawed: invalid(problems)})
+	out.objects = append(out.objects, object{key: r.ownKey(key), value: value, line: t.Line, flawed: invalid(problems)})
 }
 
 // ownKey copies the strings of a key: nothing that is kept may reference the file's text.
@@ -363,37 +338,37 @@ func (r *reader) ownKey(k objectKey) objectKey {
 }
 
 // readItems reads the items of a list; kind is empty for a v1 List, whose items name their own.
-func (r *reader) readItems(items *tree, kind, apiVersion string, out *chunkResult) {
-	if items == nil || items.null() {
+func (r *reader) readItems(items *yamltree.Tree, kind, apiVersion string, out *chunkResult) {
+	if items == nil || items.Null() {
 		return
 	}
-	if items.kind != list {
-		err := fmt.Errorf("this is %s: write %s", kindWords[items.kind], kindWords[list])
-		out.problems, out.bad = append(out.problems, &Problem{Line: items.line, Field: "items", Err: err}), true
+	if items.Kind != yamltree.List {
+		err := fmt.Errorf("this is %s: write %s", items.Kind, yamltree.List)
+		out.problems, out.bad = append(out.problems, &Problem{Line: items.Line, Field: "items", Err: err}), true
 		return
 	}
-	for i := range items.parts {
-		r.readObjects(&items.parts[i], kind, apiVersion, out)
+	for i := range items.Parts {
+		r.readObjects(&items.Parts[i], kind, apiVersion, out)
 	}
 }
 
 // nameIn returns an object's name before it is decoded.
-func nameIn(t *tree, namespaced bool) snapshot.Name {
-	meta := t.get("metadata")
+func nameIn(t *yamltree.Tree, namespaced bool) snapshot.Name {
+	meta := t.Get("metadata")
 	if meta == nil {
-		meta = &tree{}
+		meta = &yamltree.Tree{}
 	}
-	n := snapshot.Name{Name: meta.str("name")}
+	n := snapshot.Name{Name: meta.Str("name")}
 	if namespaced {
 		n.Namespace = corev1.NamespaceDefault
-		if ns := meta.str("namespace"); ns != "" {
+		if ns := meta.Str("namespace"); ns != "" {
 			n.Namespace = ns
 		}
 	}
 	return n
 }
 
-func decode[T any](d *decoder, t *tree) *T {
+func decode[T any](d *decoder, t *yamltree.Tree) *T {
 	o := new(T)
 	d.decode(t, reflect.ValueOf(o).Elem())
 	return o
@@ -406,7 +381,7 @@ func setNamespace(ns *string) {
 	}
 }
 
-func (r *reader) readService(d *decoder, t *tree) (any, []*Problem) {
+func (r *reader) readService(d *decoder, t *yamltree.Tree) (any, []*Problem) {
 	o := decode[corev1.Service](d, t)
 	if d.bad {
 		return nil, nil
@@ -453,7 +428,7 @@ func (r *reader) lastValue(kind string, n snapshot.Name) any {
 	return r.change.now.Slices[r.change.now.Owner(n)][n.Name]
 }
 
-func (r *reader) readSlice(d *decoder, t *tree) (any, []*Problem) {
+func (r *reader) readSlice(d *decoder, t *yamltree.Tree) (any, []*Problem) {
 	o := decode[discoveryv1.EndpointSlice](d, t)
 	if d.bad {
 		return nil, nil
@@ -473,7 +448,7 @@ func (r *reader) readSlice(d *decoder, t *tree) (any, []*Problem) {
 	return asAny(r.slice(o, last))
 }
 
-func (r *reader) readEndpoints(d *decoder, t *tree) (any, []*Problem) {
+func (r *reader) readEndpoints(d *decoder, t *yamltree.Tree) (any, []*Problem) {
 	//lint:ignore SA1019 dumps of older clusters, and what people wrote for them, have nothing else
 	o := decode[corev1.Endpoints](d, t)
 	if d.bad {
@@ -483,70 +458,24 @@ func (r *reader) readEndpoints(d *decoder, t *tree) (any, []*Problem) {
 	return asAny(r.endpoints(o))
 }
 
-func (r *reader) readNode(d *decoder, t *tree) (any, []*Problem) {
+func (r *reader) readNode(d *decoder, t *yamltree.Tree) (any, []*Problem) {
 	return asAny(r.node(decode[corev1.Node](d, t)))
 }
 
-func (r *reader) readServiceCIDR(d *decoder, t *tree) (any, []*Problem) {
+func (r *reader) readServiceCIDR(d *decoder, t *yamltree.Tree) (any, []*Problem) {
 	return asAny(r.serviceCIDR(decode[networkingv1.ServiceCIDR](d, t)))
 }
 
 func asAny[T any](v T, problems []*Problem) (any, []*Problem) { return v, problems }
 
-// objectIn names the object in a text that did not parse, as far as possible: by the tree of what did parse, which may
-// be nil, else by the lines of the text.
-func objectIn(t *tree, text string) string {
-	if t != nil && t.kind == list && len(t.parts) == 1 {
-		t = &t.parts[0]
+// objectIn names the object in a text that did not parse, as far as what did parse tells; t may be nil.
+func objectIn(t *yamltree.Tree) string {
+	switch {
+	case t == nil:
+		return ""
+	case t.Kind == yamltree.List && len(t.Parts) == 1:
+		return objectIn(&t.Parts[0])
 	}
-	if t == nil || t.kind != mapping {
-		t = &tree{}
-	}
-	kind, name := objectOnLines(text)
-	if known := t.str("kind"); known != "" {
-		kind = known
-	}
-	if known := nameIn(t, kinds[kind].namespaced); known.Name != "" {
-		name = known
-	}
-	if kinds[kind].namespaced && name.Name != "" && name.Namespace == "" {
-		name.Namespace = corev1.NamespaceDefault
-	}
-	return objectName(kind, name)
-}
-
-// objectOnLines reads kind and name from block style, by their indentation.
-func objectOnLines(text string) (kind string, name snapshot.Name) {
-	section, top, inner := "", -1, -1
-	for line := range strings.Lines(text) {
-		body := strings.TrimLeft(line, " ")
-		if strings.HasPrefix(body, "- ") && top < 0 {
-			body = strings.TrimLeft(body[1:], " ")
-		}
-		key, value, ok := strings.Cut(strings.TrimRight(body, " \r\n"), ":")
-		indent := len(line) - len(body)
-		if !ok || strings.HasPrefix(body, "#") {
-			continue
-		}
-		if top < 0 {
-			top = indent
-		}
-		value = strings.Trim(value, ` "'`)
-		switch {
-		case indent == top:
-			section, inner = key, -1
-			if key == "kind" {
-				kind = value
-			}
-		case section == "metadata" && (inner < 0 || indent == inner):
-			inner = indent
-			switch key {
-			case "name":
-				name.Name = value
-			case "namespace":
-				name.Namespace = value
-			}
-		}
-	}
-	return kind, name
+	kind := t.Str("kind")
+	return objectName(kind, nameIn(t, kinds[kind].namespaced))
 }

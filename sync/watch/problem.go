@@ -123,9 +123,6 @@ func joinProblems(problems []*Problem) error {
 	return errors.Join(errs...)
 }
 
-// maxReason is how much of another package's error an error repeats.
-const maxReason = 200
-
 // short truncates s for a message and escapes control characters.
 func short(s string) string { return clip.Visible(s, clip.Quoted) }
 

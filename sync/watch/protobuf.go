@@ -11,9 +11,9 @@ import (
 	"k8s.io/client-go/rest"
 )
 
-// Servers before 1.34 mostly do not stream their lists but send each in one piece. Decoded in one piece, 10,000
-// Services and their slices take more than 100 MiB for a moment. So protobuf lists are split here and their items
-// converted one by one.
+// Servers before 1.34 mostly do not stream their lists but send each in one piece. Where apimachinery decodes 10,000
+// Services and 100,000 endpoints in one piece, the process has 203 MiB at its peak; with items that are split here and
+// converted one by one, it is 105 MiB (TestKubernetesMemory).
 
 // convertedList is a list whose items are already converted.
 type convertedList struct {

@@ -57,10 +57,6 @@ func ask[T any](f *fileSystems, answer func() (T, error)) *question[T] {
 		q.value, q.err = answer()
 		f.hanging.Add(-1)
 		close(q.done)
-		select {
-		case f.answers <- struct{}{}:
-		default:
-		}
 	}()
 	return q
 }
@@ -68,8 +64,6 @@ func ask[T any](f *fileSystems, answer func() (T, error)) *question[T] {
 // fileSystems is what is known of the file systems that are asked.
 type fileSystems struct {
 	hanging atomic.Int32
-	// answers says that a question was answered, maybe late.
-	answers chan struct{}
 	// patience is that of the constant, but in tests. Left is how long to wait for the next answer: it halves with each
 	// that does not come, so that many files that hang do not hold up the others for long.
 	patience, left time.Duration

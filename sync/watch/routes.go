@@ -9,51 +9,18 @@ import (
 	"time"
 
 	"github.com/vishvananda/netlink"
-	"github.com/vishvananda/netlink/nl"
-	"github.com/vishvananda/netns"
 	"golang.org/x/sys/unix"
 )
 
 // routeWatch follows the routes of the main table, as far as they say that somebody has the addresses: those of type
 // unicast, without the default routes.
 type routeWatch struct {
-	socket *nl.NetlinkSocket
-	// changed says that routes may have changed; it is closed when the subscription ends.
-	changed <-chan struct{}
 	// stale says that they must be listed, which may not be before due.
 	stale bool
 	due   time.Time
 	// to are the destinations, sorted and unique; none if there are tooMany.
 	to      []netip.Prefix
 	tooMany bool
-}
-
-// watchRoutes subscribes to changes of routes.
-func (h *Host) watchRoutes() (*routeWatch, error) {
-	namespace := netns.None()
-	if h.Namespace != nil {
-		namespace = *h.Namespace
-	}
-	socket, err := nl.SubscribeAt(namespace, netns.None(), unix.NETLINK_ROUTE, unix.RTNLGRP_IPV4_ROUTE,
-		unix.RTNLGRP_IPV6_ROUTE)
-	if err != nil {
-		return nil, fmt.Errorf("subscribe to routes: %w", err)
-	}
-	changed := make(chan struct{}, 1)
-	go func() {
-		defer close(changed)
-		for {
-			// Messages that were lost are changes, too: what they said is not asked.
-			if _, _, err := socket.Receive(); err != nil && !errors.Is(err, unix.ENOBUFS) {
-				return
-			}
-			select {
-			case changed <- struct{}{}:
-			default:
-			}
-		}
-	}()
-	return &routeWatch{socket: socket, changed: changed, stale: true}, nil
 }
 
 // list lists the routes. If they change meanwhile, some may be missing, and the list stays stale: where they never

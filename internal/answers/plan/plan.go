@@ -160,7 +160,7 @@ func Make(ctx context.Context, in Input) (*Plan, error) {
 		m.note("objects of other kinds: %d. What controllers make of them is not known", m.out.Others)
 	}
 	snap := in.Objects.Snap
-	m.planner.Apply(snap, snapshot.Change{All: true})
+	m.planner.Apply(snap, snapshot.Change{Globals: true})
 	base, err := m.base()
 	if err != nil {
 		return nil, err

@@ -9,6 +9,7 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
 	"github.com/verdict-proxy/verdict/internal/system/clip"
+	"github.com/verdict-proxy/verdict/internal/system/yamltree"
 )
 
 // Load reads the configuration file, applies the flags, and returns the settings and all problems in the order of the
@@ -82,7 +83,7 @@ func emptyToNil(list []string) []string {
 // fieldError describes an invalid value.
 type fieldError struct {
 	// at is the field, an entry of its list, or a whole section.
-	at path
+	at yamltree.Path
 	// entry is the index in a list, or -1.
 	entry int
 	text  string
@@ -118,7 +119,7 @@ func (r *loader) check() {
 			continue
 		}
 		for i, entry := range list {
-			if text := f.check(entry); text != "" && !r.rejected[f.path().index(i).String()] {
+			if text := f.check(entry); text != "" && !r.rejected[f.path().Index(i).String()] {
 				r.addEntryError(f.name, i, text)
 			}
 		}
@@ -139,7 +140,7 @@ func (r *loader) checkNodePortAddresses() {
 			if slices.Contains(list[:i], entry) {
 				r.addEntryError(name, i, clip.Quote(entry)+" is listed twice")
 			}
-		case text == "", r.rejected[path{name}.index(i).String()]:
+		case text == "", r.rejected[yamltree.Path{name}.Index(i).String()]:
 		case strings.Contains(entry, "/"):
 			r.addEntryError(name, i, text)
 		default:
@@ -257,11 +258,11 @@ func (r *loader) resolve(last *Settings) error {
 }
 
 // where returns the path, including the entry.
-func (c *fieldError) where() path {
+func (c *fieldError) where() yamltree.Path {
 	if c.entry < 0 || c.at[0] == "clusterCIDR" { // which is one text
 		return c.at
 	}
-	return c.at.index(c.entry)
+	return c.at.Index(c.entry)
 }
 
 // fallBack copies the invalid field, and those that depend on it, from another document. It returns one of three texts:
@@ -308,7 +309,7 @@ func (r *loader) dropEntries(name string, entries []int) {
 	case "nodePortAddresses":
 		c.NodePortAddresses = keep(c.NodePortAddresses)
 		if len(c.NodePortAddresses) == 0 {
-			r.report(Invalid, path{name}, "no valid entry is left: node ports answer nowhere")
+			r.report(Invalid, yamltree.Path{name}, "no valid entry is left: node ports answer nowhere")
 		}
 	case "ipvs.excludeCIDRs":
 		c.IPVS.ExcludeCIDRs = keep(c.IPVS.ExcludeCIDRs)
@@ -320,8 +321,8 @@ func (r *loader) dropEntries(name string, entries []int) {
 }
 
 // report adds a problem after all documents are read; reportHere adds one while a document is read.
-func (r *loader) report(s Severity, p path, text string) {
-	problem := &Problem{Severity: s, File: r.file, Line: r.line(p), Field: p.String(), Text: text}
+func (r *loader) report(s Severity, p yamltree.Path, text string) {
+	problem := &Problem{Severity: s, File: r.file, Line: r.line(p), Field: visible(p.String()), Text: text}
 	if flag := r.flags.flagFor(p.String()); flag != "" {
 		problem.File, problem.Line, problem.Field = "", 0, flag
 	}
@@ -349,11 +350,11 @@ func (r *loader) reportIneffective() {
 	}
 	r.reportUnusedMark()
 	if slices.Contains(c.NodePortAddresses, localhost) && !*c.IPTables.LocalhostNodePorts {
-		r.report(Note, path{"nodePortAddresses"},
+		r.report(Note, yamltree.Path{"nodePortAddresses"},
 			clip.Quote(localhost)+" has no effect: iptables.localhostNodePorts is false")
 	}
 	if idle := ignoredGates(c.FeatureGates); len(idle) > 0 {
-		r.report(Note, path{"featureGates"}, "these have no effect: "+strings.Join(idle, ", "))
+		r.report(Note, yamltree.Path{"featureGates"}, "these have no effect: "+strings.Join(idle, ", "))
 	}
 }
 
@@ -375,17 +376,18 @@ func (r *loader) reportUnusedMark() {
 func (r *loader) reportMode() {
 	mode := string(r.doc.KubeProxy.Mode)
 	if text := modeEffect(mode, Backend(r.doc.Verdict.Backend)); text != "" {
-		r.report(Note, path{"mode"}, text)
+		r.report(Note, yamltree.Path{"mode"}, text)
 	}
 	if mode == modeNFTables {
 		return
 	}
 	rejected := slices.ContainsFunc(r.fieldErrors, func(c fieldError) bool { return c.at.String() == "mode" })
 	if mode == "" && !rejected {
-		r.report(Note, path{"mode"}, "it is not set, which means iptables; from kube-proxy 1.40 on it means nftables")
+		r.report(Note, yamltree.Path{"mode"},
+			"it is not set, which means iptables; from kube-proxy 1.40 on it means nftables")
 	}
 	if r.doc.KubeProxy.NodePortAddresses == nil {
-		r.report(Note, path{"nodePortAddresses"}, "it is not set, which in mode "+modeName(mode)+
+		r.report(Note, yamltree.Path{"nodePortAddresses"}, "it is not set, which in mode "+modeName(mode)+
 			" means that node ports answer at all addresses of this host; [primary] would be those of its Node")
 	}
 }

@@ -18,6 +18,7 @@ import (
 	"sigs.k8s.io/yaml"
 
 	"github.com/verdict-proxy/verdict/internal/system/sysctl"
+	"github.com/verdict-proxy/verdict/internal/system/yamltree"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
@@ -585,7 +586,7 @@ func FuzzLoad(f *testing.F) {
 			}
 		}
 		theirs, terr := strict(text)
-		if terr != nil || len(splitDocuments(string(text))) > 1 {
+		if terr != nil || len(yamltree.Documents(string(text))) > 1 {
 			return
 		}
 		r, err := read("f", text)

@@ -16,6 +16,7 @@ import (
 
 	"github.com/verdict-proxy/verdict/internal/system/clip"
 	"github.com/verdict-proxy/verdict/internal/system/nearest"
+	"github.com/verdict-proxy/verdict/internal/system/yamltree"
 )
 
 // decoder decodes a document into a Go value, field by field. The decoders of encoding/json and Kubernetes stop at the
@@ -35,13 +36,13 @@ type decoder struct {
 // maxUnknown bounds how many unknown fields are reported.
 const maxUnknown = 20
 
-func (d *decoder) reportHere(s Severity, p path, text string) {
+func (d *decoder) reportHere(s Severity, p yamltree.Path, text string) {
 	d.problems = append(d.problems,
-		&Problem{Severity: s, File: d.file, Line: d.at.line(trimKind(p)), Field: p.String(), Text: text})
+		&Problem{Severity: s, File: d.file, Line: d.at.line(trimKind(p)), Field: visible(p.String()), Text: text})
 }
 
 // trimKind returns the path within its own document.
-func trimKind(p path) path {
+func trimKind(p yamltree.Path) yamltree.Path {
 	if len(p) > 0 && p[0] == verdictKind {
 		return p[1:]
 	}
@@ -49,15 +50,17 @@ func trimKind(p path) path {
 }
 
 // decodeDocument decodes a whole document into out, a pointer to a struct. p is the path of the document.
-func (d *decoder) decodeDocument(p path, fields map[string]any, out any) {
-	for _, twice := range d.at.duplicateKeys() {
-		d.reportHere(Warning, append(p[:len(p):len(p)], twice...), "it is set twice; the last value applies")
+func (d *decoder) decodeDocument(p yamltree.Path, fields map[string]any, out any) {
+	if d.at.tree != nil {
+		for _, twice := range duplicateKeys(d.at.tree, p) {
+			d.reportHere(Warning, twice, "it is set twice; the last value applies")
+		}
 	}
 	d.decodeValue(p, fields, reflect.ValueOf(out).Elem())
 }
 
 // decodeValue decodes one value. If it does not fit the type, out stays as it is.
-func (d *decoder) decodeValue(p path, in any, out reflect.Value) {
+func (d *decoder) decodeValue(p yamltree.Path, in any, out reflect.Value) {
 	switch {
 	case in == nil && !decodesItself(out): // as kube-proxy's decoder has it, that is as good as nothing; but no duration
 	case out.Kind() == reflect.Pointer:
@@ -84,16 +87,16 @@ func decodesItself(v reflect.Value) bool {
 	return ok
 }
 
-func (d *decoder) decodeStruct(p path, in any, out reflect.Value) {
+func (d *decoder) decodeStruct(p yamltree.Path, in any, out reflect.Value) {
 	fields, ok := in.(map[string]any)
 	if !ok {
 		d.rejectValue(p, describe(in)+", but fields are expected")
 		return
 	}
-	known := fieldIndices(out.Type())
+	known := yamltree.Fields(out.Type())
 	for _, name := range slices.Sorted(maps.Keys(fields)) {
 		if index, ok := known[name]; ok {
-			d.decodeValue(p.key(name), fields[name], out.FieldByIndex(index))
+			d.decodeValue(p.Key(name), fields[name], out.FieldByIndex(index))
 			continue
 		}
 		if d.unknown++; d.unknown > maxUnknown {
@@ -103,12 +106,12 @@ func (d *decoder) decodeStruct(p path, in any, out reflect.Value) {
 		if like := nearest.Of(name, slices.Sorted(maps.Keys(known))); like != "" {
 			text += " (did you mean " + like + "?)"
 		}
-		d.reportHere(Warning, p.key(name), text)
+		d.reportHere(Warning, p.Key(name), text)
 	}
 }
 
 // decodeList keeps an empty entry for each invalid one, so that the others keep their indices.
-func (d *decoder) decodeList(p path, in any, out reflect.Value) {
+func (d *decoder) decodeList(p yamltree.Path, in any, out reflect.Value) {
 	entries, ok := in.([]any)
 	if !ok {
 		d.rejectValue(p, describe(in)+" is not a list")
@@ -116,12 +119,12 @@ func (d *decoder) decodeList(p path, in any, out reflect.Value) {
 	}
 	v := reflect.MakeSlice(out.Type(), len(entries), len(entries))
 	for i, e := range entries {
-		d.decodeValue(p.index(i), e, v.Index(i))
+		d.decodeValue(p.Index(i), e, v.Index(i))
 	}
 	out.Set(v)
 }
 
-func (d *decoder) decodeMap(p path, in any, out reflect.Value) {
+func (d *decoder) decodeMap(p yamltree.Path, in any, out reflect.Value) {
 	entries, ok := in.(map[string]any)
 	if !ok {
 		d.rejectValue(p, describe(in)+", but names with values are expected")
@@ -131,14 +134,14 @@ func (d *decoder) decodeMap(p path, in any, out reflect.Value) {
 	for _, name := range slices.Sorted(maps.Keys(entries)) {
 		v := reflect.New(out.Type().Elem()).Elem()
 		before := len(d.rejected)
-		if d.decodeValue(p.key(name), entries[name], v); len(d.rejected) == before {
+		if d.decodeValue(p.Key(name), entries[name], v); len(d.rejected) == before {
 			out.SetMapIndex(reflect.ValueOf(name), v)
 		}
 	}
 }
 
 // decodeScalar lets encoding/json decode a single value.
-func (d *decoder) decodeScalar(p path, in any, out reflect.Value) {
+func (d *decoder) decodeScalar(p yamltree.Path, in any, out reflect.Value) {
 	text, err := json.Marshal(in)
 	v := reflect.New(out.Type())
 	if err == nil {
@@ -152,7 +155,7 @@ func (d *decoder) decodeScalar(p path, in any, out reflect.Value) {
 }
 
 // rejectValue records that a value does not fit its type. It is replaced when everything is read.
-func (d *decoder) rejectValue(p path, text string) {
+func (d *decoder) rejectValue(p yamltree.Path, text string) {
 	d.rejected[p.String()] = true
 	c := fieldError{at: p, entry: -1, text: text, decoded: true}
 	if i, ok := entryOf(p); ok {
@@ -162,7 +165,7 @@ func (d *decoder) rejectValue(p path, text string) {
 }
 
 // entryOf returns the index of a path that ends in a list.
-func entryOf(p path) (int, bool) {
+func entryOf(p yamltree.Path) (int, bool) {
 	step := p[max(0, len(p)-1):]
 	if len(step) == 0 || !strings.HasPrefix(step[0], "[") {
 		return 0, false

@@ -7,17 +7,14 @@ import (
 	"fmt"
 	"io"
 	"os"
-	"regexp"
-	"strconv"
-	"strings"
 	"syscall"
 
-	yamltree "go.yaml.in/yaml/v3"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/kube-proxy/config/v1alpha1"
 	"sigs.k8s.io/yaml"
 
 	"github.com/verdict-proxy/verdict/internal/system/clip"
+	"github.com/verdict-proxy/verdict/internal/system/yamltree"
 )
 
 // Document holds a configuration as it is written.
@@ -139,15 +136,16 @@ type loader struct {
 type position struct {
 	// first is the number of lines before the document.
 	first int
-	tree  *yamltree.Node
+	// tree is nil if it cannot be told.
+	tree *yamltree.Tree
 }
 
 // read reads all documents of a file. It returns an error if the file holds no configuration.
 func read(file string, text []byte) (*loader, error) {
 	r := &loader{doc: &Document{}}
 	r.file, r.rejected = file, map[string]bool{}
-	for _, part := range splitDocuments(string(bytes.TrimPrefix(text, []byte("\uFEFF")))) {
-		if err := r.readDocument(part); err != nil {
+	for _, part := range yamltree.Documents(string(text)) {
+		if err := r.readDocument(&part); err != nil {
 			return nil, err
 		}
 	}
@@ -158,27 +156,27 @@ func read(file string, text []byte) (*loader, error) {
 }
 
 // readDocument decodes one document.
-func (r *loader) readDocument(p documentText) error {
-	value, err := parseYAML(p.text)
-	if err != nil {
-		line, reason := splitYAMLError(err)
-		return &Problem{Severity: Invalid, File: r.file, Line: p.first + line, Text: "invalid YAML: " + reason}
-	}
-	if value == nil { // nothing but comments
+func (r *loader) readDocument(p *yamltree.Chunk) error {
+	tree, bad := p.Parse(true)
+	at := &position{p.Line - 1, tree}
+	value, err := parseYAML(p.Text)
+	switch {
+	case err != nil && bad != nil:
+		return &Problem{Severity: Invalid, File: r.file, Line: at.first + bad.Line, Text: bad.Err.Error()}
+	case err != nil:
+		return &Problem{Severity: Invalid, File: r.file, Line: p.Line, Text: visible(err.Error())}
+	case value == nil: // nothing but comments
 		return nil
+	}
+	invalid := func(format string, args ...any) error {
+		return &Problem{Severity: Invalid, File: r.file, Line: at.line(nil), Text: fmt.Sprintf(format, args...)}
 	}
 	fields, ok := value.(map[string]any)
 	if !ok {
-		return &Problem{
-			Severity: Invalid,
-			File:     r.file,
-			Line:     p.first + 1,
-			Text:     "this is " + describe(value) + ", not a " + kubeProxyKind,
-		}
+		return invalid("this is %s, not a %s", describe(value), kubeProxyKind)
 	}
 	version, _ := fields["apiVersion"].(string)
 	kind, _ := fields["kind"].(string)
-	at := &position{p.first, parseTree(p.text)}
 	r.at = at
 	switch {
 	case kind == kubeProxyKind && version == kubeProxyVersion && r.kubeProxy == nil:
@@ -190,7 +188,7 @@ func (r *loader) readDocument(p documentText) error {
 		r.decodeDocument(nil, fields, &r.doc.KubeProxy)
 	case kind == verdictKind && version == verdictVersion && r.verdict == nil:
 		r.verdict = at
-		r.decodeDocument(path{verdictKind}, fields, &r.doc.Verdict)
+		r.decodeDocument(yamltree.Path{verdictKind}, fields, &r.doc.Verdict)
 	case kind == kubeProxyKind && r.kubeProxy != nil || kind == verdictKind && r.verdict != nil:
 		r.reportHere(Warning, nil, "ignored: the file has another "+kind+" before this one")
 	case kind == kubeProxyKind:
@@ -198,19 +196,18 @@ func (r *loader) readDocument(p documentText) error {
 	case kind == verdictKind:
 		return r.wrongVersion(version, verdictVersion)
 	case kind == "ConfigMap":
-		return &Problem{Severity: Invalid, File: r.file, Line: p.first + 1,
-			Text: "this is a ConfigMap; use the file inside it (kubeadm calls it config.conf)"}
+		return invalid("this is a ConfigMap; use the file inside it (kubeadm calls it config.conf)")
 	case kind == "":
-		return &Problem{Severity: Invalid, File: r.file, Line: p.first + 1, Text: fmt.Sprintf(
-			"kind is missing; expected apiVersion %s and kind %s", kubeProxyVersion, kubeProxyKind)}
+		return invalid("kind is missing; expected apiVersion %s and kind %s", kubeProxyVersion, kubeProxyKind)
 	default:
-		r.reportHere(Warning, path{"kind"}, visible(kind)+" is ignored: it is neither "+kubeProxyKind+" nor "+verdictKind)
+		r.reportHere(Warning, yamltree.Path{"kind"},
+			visible(kind)+" is ignored: it is neither "+kubeProxyKind+" nor "+verdictKind)
 	}
 	return nil
 }
 
 func (r *loader) wrongVersion(version, want string) error {
-	p := &Problem{Severity: Invalid, File: r.file, Line: r.at.line(path{"apiVersion"}), Field: "apiVersion",
+	p := &Problem{Severity: Invalid, File: r.file, Line: r.at.line(yamltree.Path{"apiVersion"}), Field: "apiVersion",
 		Text: clip.Quote(version) + " is not supported, only " + want}
 	if version == "" {
 		p.Text = "it is missing; expected " + want
@@ -219,45 +216,12 @@ func (r *loader) wrongVersion(version, want string) error {
 }
 
 // line returns the line of a field in the file; 0 if it is unknown.
-func (r *loader) line(p path) int {
+func (r *loader) line(p yamltree.Path) int {
 	if len(p) > 0 && p[0] == verdictKind {
 		return r.verdict.line(p[1:])
 	}
 	return r.kubeProxy.line(p)
 }
-
-// documentText is one document of a file, and the number of lines before it.
-type documentText struct {
-	first int
-	text  string
-}
-
-// splitDocuments splits a file into its documents.
-func splitDocuments(text string) []documentText {
-	var parts []documentText
-	current := documentText{}
-	var b strings.Builder
-	n := 0
-	for line := range strings.Lines(text) {
-		n++
-		if !separator.MatchString(line) {
-			b.WriteString(line)
-			continue
-		}
-		current.text = b.String()
-		parts = append(parts, current)
-		b.Reset()
-		current = documentText{first: n}
-		if rest := strings.TrimLeft(line, "-. \t\r\n"); rest != "" && line[0] == '-' { // "--- {kind: X}"
-			current.first = n - 1
-			b.WriteString(rest)
-		}
-	}
-	current.text = b.String()
-	return append(parts, current)
-}
-
-var separator = regexp.MustCompile(`^(---|\.\.\.)(\s|$)`)
 
 // parseYAML decodes a document as encoding/json would, with numbers as json.Number. It converts YAML as kube-proxy
 // does, so that a value is a boolean here exactly if it is one there.
@@ -276,94 +240,32 @@ func parseYAML(text string) (value any, err error) {
 	return value, d.Decode(&value)
 }
 
-var yamlLine = regexp.MustCompile(`^(?:error converting YAML to JSON: )?(?:yaml: )?(?:line (\d+): )?`)
-
-// splitYAMLError splits an error of the YAML parser into line and reason. The line may be one too low; it is 1 if the
-// parser does not report one.
-func splitYAMLError(err error) (line int, reason string) {
-	text := err.Error()
-	m := yamlLine.FindStringSubmatch(text)
-	if line, err = strconv.Atoi(m[1]); err != nil {
-		line = 1
-	}
-	return line, visible(strings.TrimSpace(text[len(m[0]):]))
-}
-
-// parseTree parses a document again to find the lines of its fields; nil if that parser fails.
-func parseTree(text string) (n *yamltree.Node) {
-	defer func() {
-		if recover() != nil {
-			n = nil
-		}
-	}()
-	n = &yamltree.Node{}
-	if err := yamltree.Unmarshal([]byte(text), n); err != nil || len(n.Content) != 1 {
-		return nil
-	}
-	return n.Content[0]
-}
-
 // line returns the line of a field in the file, or of the nearest field around it that has one; 0 if it is unknown.
-func (at *position) line(p path) int {
+func (at *position) line(p yamltree.Path) int {
 	if at == nil || at.tree == nil {
 		return 0
 	}
-	n, line := at.tree, at.tree.Line
-	for _, step := range p {
-		for n.Kind == yamltree.AliasNode {
-			n = n.Alias
-		}
-		next, on := child(n, step)
-		if next == nil {
-			break
-		}
-		n, line = next, on
-	}
-	return at.first + line
+	return at.first + at.tree.LineOf(p)
 }
 
-// child returns the node one step down, and its line. For an entry of a mapping that is the line of the key.
-func child(n *yamltree.Node, step string) (*yamltree.Node, int) {
-	switch n.Kind {
-	case yamltree.MappingNode:
-		for i := len(n.Content) - 2; i >= 0; i -= 2 { // of two equal keys the last one counts
-			if n.Content[i].Value == step {
-				return n.Content[i+1], n.Content[i].Line
+// duplicateKeys returns the keys that a mapping at p, or one in it, has more than once.
+func duplicateKeys(t *yamltree.Tree, p yamltree.Path) (found []yamltree.Path) {
+	switch t.Kind {
+	case yamltree.Mapping:
+		seen := map[string]bool{}
+		for i := 0; i+1 < len(t.Parts); i += 2 {
+			key := p.Key(t.Parts[i].Text)
+			if seen[t.Parts[i].Text] {
+				found = append(found, key)
 			}
+			seen[t.Parts[i].Text] = true
+			found = append(found, duplicateKeys(&t.Parts[i+1], key)...)
 		}
-	case yamltree.SequenceNode:
-		if i, err := strconv.Atoi(strings.Trim(step, "[]")); err == nil && i >= 0 && i < len(n.Content) {
-			return n.Content[i], n.Content[i].Line
-		}
-	}
-	return nil, 0
-}
-
-// duplicateKeys returns the keys that a mapping has more than once, which the parser accepts.
-func (at *position) duplicateKeys() (found []path) {
-	if at.tree == nil {
-		return nil
-	}
-	var walk func(n *yamltree.Node, p path)
-	walk = func(n *yamltree.Node, p path) {
-		switch n.Kind {
-		case yamltree.MappingNode:
-			seen := map[string]bool{}
-			for i := 0; i+1 < len(n.Content); i += 2 {
-				key := p.key(n.Content[i].Value)
-				if seen[n.Content[i].Value] && n.Content[i].Value != "<<" {
-					found = append(found, key)
-				}
-				seen[n.Content[i].Value] = true
-				walk(n.Content[i+1], key)
-			}
-		case yamltree.SequenceNode:
-			for i, c := range n.Content {
-				walk(c, p.index(i))
-			}
+	case yamltree.List:
+		for i := range t.Parts {
+			found = append(found, duplicateKeys(&t.Parts[i], p.Index(i))...)
 		}
 	}
-	walk(at.tree, nil)
 	return found
 }
 

@@ -14,6 +14,7 @@ import (
 	"k8s.io/kube-proxy/config/v1alpha1"
 
 	"github.com/verdict-proxy/verdict/internal/system/clip"
+	"github.com/verdict-proxy/verdict/internal/system/yamltree"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
@@ -189,9 +190,9 @@ func fieldNamed(name string) *field {
 }
 
 // path gives the field's path.
-func (f *field) path() path { return fieldPath(f.name) }
+func (f *field) path() yamltree.Path { return fieldPath(f.name) }
 
-func fieldPath(name string) path { return strings.Split(name, ".") }
+func fieldPath(name string) yamltree.Path { return strings.Split(name, ".") }
 
 // appliesIn reports whether a mode uses the field's section.
 func (f *field) appliesIn(mode v1alpha1.ProxyMode) bool {

@@ -9,6 +9,8 @@ import (
 	"slices"
 	"strings"
 	"testing"
+
+	"github.com/verdict-proxy/verdict/internal/system/yamltree"
 )
 
 var update = flag.Bool("update", false, "write the goldens anew")
@@ -263,11 +265,11 @@ func TestFields(t *testing.T) {
 // TestEveryField: the table of fields has all that the types have, in their order, and no other.
 func TestEveryField(t *testing.T) {
 	var want, got []string
-	var walk func(v reflect.Type, p path)
-	walk = func(v reflect.Type, p path) {
+	var walk func(v reflect.Type, p yamltree.Path)
+	walk = func(v reflect.Type, p yamltree.Path) {
 		for f := range v.Fields() {
 			tag, options, _ := strings.Cut(f.Tag.Get("json"), ",")
-			at := p.key(tag)
+			at := p.Key(tag)
 			switch leaf := reflect.New(f.Type).Interface(); {
 			case f.Name == "TypeMeta":
 			case options == "inline" || f.Anonymous && tag == "":

@@ -8,6 +8,8 @@ import (
 	"time"
 
 	"github.com/spf13/pflag"
+
+	"github.com/verdict-proxy/verdict/internal/system/yamltree"
 )
 
 // kubeProxyFlags are those that kube-proxy 1.37 has, but for --help.
@@ -89,7 +91,7 @@ conntrack: {min: 7}
 			func(s *Settings) bool {
 				return s.NodeName == "flag" && slices.Equal(s.Policy.DetectLocal.ClusterCIDRs, prefixes("10.9.0.0/16")) &&
 					!s.Policy.MasqueradeAll &&
-					s.MinSyncPeriod == 0 && s.Log.Level == 0 && s.Document.text(path{"conntrack", "min"}) == "7"
+					s.MinSyncPeriod == 0 && s.Log.Level == 0 && s.Document.text(yamltree.Path{"conntrack", "min"}) == "7"
 			}},
 		{"--nodeport-addresses=192.0.2.0/24,fd00::/8 --nodeport-addresses=198.51.100.0/24", func(s *Settings) bool {
 			return slices.Equal(s.Policy.NodePortAddresses, prefixes("192.0.2.0/24", "fd00::/8", "198.51.100.0/24"))
@@ -101,7 +103,7 @@ conntrack: {min: 7}
 			return slices.Equal(s.Policy.NodePortAddresses, prefixes("10.0.0.0/8")) && s.Policy.NodePortPrimary
 		}},
 		{"--feature-gates=B=false,C=true --feature-gates=D=true", func(s *Settings) bool {
-			return s.Document.text(path{"featureGates"}) == `{"A":true,"B":false,"C":true,"D":true}`
+			return s.Document.text(yamltree.Path{"featureGates"}) == `{"A":true,"B":false,"C":true,"D":true}`
 		}},
 		{"--healthz-bind-address=0.0.0.0", func(s *Settings) bool { return s.Healthz.String() == "0.0.0.0:10256" }},
 		{"--healthz-bind-address=",

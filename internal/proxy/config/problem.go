@@ -56,23 +56,5 @@ func (p *Problem) Error() string {
 	return b.String()
 }
 
-// path names a field of a Document, step by step; the steps into a list are "[0]", "[1]".
-type path []string
-
-func (p path) key(k string) path { return append(p[:len(p):len(p)], k) }
-
-func (p path) index(i int) path { return p.key("[" + strconv.Itoa(i) + "]") }
-
-func (p path) String() string {
-	var b strings.Builder
-	for i, step := range p {
-		if i > 0 && step[:min(1, len(step))] != "[" {
-			b.WriteByte('.')
-		}
-		b.WriteString(step)
-	}
-	return visible(b.String())
-}
-
 // visible shortens a text for a Problem, and makes control characters visible.
 func visible(s string) string { return clip.Visible(s, clip.Quoted) }

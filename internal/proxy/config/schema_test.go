@@ -9,6 +9,8 @@ import (
 	"regexp"
 	"strings"
 	"testing"
+
+	"github.com/verdict-proxy/verdict/internal/system/yamltree"
 )
 
 const schemaFile = "../../../deploy/helm/verdict/values.schema.json"
@@ -32,7 +34,7 @@ func TestSchema(t *testing.T) {
 	own, _ := document.FieldByName("Verdict")
 	all["$defs"] = schema{
 		kubeProxyKind: documentSchema(t, kubeProxy.Type, nil, kubeProxyVersion, kubeProxyKind),
-		verdictKind:   documentSchema(t, own.Type, path{verdictKind}, verdictVersion, verdictKind),
+		verdictKind:   documentSchema(t, own.Type, yamltree.Path{verdictKind}, verdictVersion, verdictKind),
 	}
 	var want strings.Builder
 	e := json.NewEncoder(&want)
@@ -53,7 +55,7 @@ func TestSchema(t *testing.T) {
 }
 
 // documentSchema gives the schema of one of the two documents.
-func documentSchema(t *testing.T, v reflect.Type, p path, version, kind string) schema {
+func documentSchema(t *testing.T, v reflect.Type, p yamltree.Path, version, kind string) schema {
 	s := structSchema(t, v, p)
 	properties := s["properties"].(schema)
 	properties["apiVersion"], properties["kind"] = schema{"const": version}, schema{"const": kind}
@@ -61,18 +63,18 @@ func documentSchema(t *testing.T, v reflect.Type, p path, version, kind string) 
 }
 
 // structSchema gives the schema of a struct, which is closed.
-func structSchema(t *testing.T, v reflect.Type, p path) schema {
+func structSchema(t *testing.T, v reflect.Type, p yamltree.Path) schema {
 	properties := schema{}
-	for name, index := range fieldIndices(v) {
+	for name, index := range yamltree.Fields(v) {
 		if f := v.FieldByIndex(index); name != "apiVersion" && name != "kind" {
-			properties[name] = valueSchema(t, f.Type, p.key(name))
+			properties[name] = valueSchema(t, f.Type, p.Key(name))
 		}
 	}
 	return schema{"type": "object", "additionalProperties": false, "properties": properties}
 }
 
 // valueSchema gives the schema of a field, or of a struct of fields.
-func valueSchema(t *testing.T, v reflect.Type, p path) schema {
+func valueSchema(t *testing.T, v reflect.Type, p yamltree.Path) schema {
 	for v.Kind() == reflect.Pointer {
 		v = v.Elem()
 	}
@@ -138,7 +140,7 @@ func typeSchema(t *testing.T, v reflect.Type, name string) schema {
 // vmoduleSchema is that of logging.vmodule, whose items are the only structs in a list.
 func vmoduleSchema(v reflect.Type) schema {
 	properties := schema{}
-	for name, index := range fieldIndices(v) {
+	for name, index := range yamltree.Fields(v) {
 		kind := "string"
 		if v.FieldByIndex(index).Type.Kind() != reflect.String {
 			kind = "integer"

@@ -184,7 +184,7 @@ func tooManyNodePorts(t *testing.T) {
 		s.Services[name] = &snapshot.Service{Name: name, HealthCheckNodePort: uint16(30000 + i),
 			ClusterIPs: []netip.Addr{netip.AddrFrom4([4]byte{10, 96, 0, byte(i)})}}
 	}
-	n.InSync(s, snapshot.Change{All: true, Services: names})
+	n.InSync(s, snapshot.Change{Globals: true, Services: names})
 	open := strings.Split(sockets.list(), ", ")
 	if len(failed) != 1 || !errors.Is(failed[0], errTooMany) || len(open) != 2 {
 		t.Errorf("open are %q, failed %v", open, failed)

@@ -108,7 +108,7 @@ func (n *NodePorts) InSync(s *snapshot.Snapshot, change snapshot.Change) {
 	n.mu.Lock()
 	defer n.mu.Unlock()
 	n.init()
-	if change.All || !n.known {
+	if change.Globals || !n.known {
 		n.known = true
 		if addrs := dataplane.HealthCheckAddrs(n.Config, s); !slices.Equal(addrs, n.addrs) {
 			n.addrs = addrs

@@ -94,7 +94,7 @@ func newWorld(o Options) *world {
 	o.Waiting = func() snapshot.Waiting { return snapshot.Waiting{Services: 1, Slices: 2} }
 	o.Progress = func() snapshot.Progress {
 		return snapshot.Progress{Received: snapshot.Versions{Services: "18", Slices: "20"},
-			Programmed: snapshot.Versions{Services: "18", Slices: "odd"}, Since: time.Now()}
+			Programmed: snapshot.Versions{Services: "18", Slices: "odd"}, Waiting: snapshot.Waiting{Since: time.Now()}}
 	}
 	o.Quarantined = func() []reconcile.Quarantined { return w.quarantined }
 	o.Unscheduled = func() []reconcile.Quarantined { return nil }

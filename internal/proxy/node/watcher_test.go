@@ -298,7 +298,7 @@ func TestReload(t *testing.T) {
 
 	r.edit(good + "conntrack: [\n")
 	r.expect(false, `level=ERROR msg="failed to read the configuration file; its last good version stays in force" err="`+
-		r.path+":", "invalid YAML")
+		r.path+":", "not valid YAML")
 	r.edit(good)
 	time.Sleep(200 * time.Millisecond)
 	if said := r.said.String(); strings.Contains(said, "ERROR") {

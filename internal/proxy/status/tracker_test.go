@@ -159,7 +159,8 @@ func TestStatus(t *testing.T) {
 		}
 		w.apply(service("shop/web", true))
 		w.progress = snapshot.Progress{Received: snapshot.Versions{Services: "9", Slices: "8"},
-			Programmed: snapshot.Versions{Services: "7", Slices: "6"}, Services: 1, Slices: 2, Since: time.Now()}
+			Programmed: snapshot.Versions{Services: "7", Slices: "6"},
+			Waiting:    snapshot.Waiting{Services: 1, Slices: 2, Since: time.Now()}}
 		began := time.Now()
 		l := w.Listener()
 		l.Failed(reconcile.Failure{Err: errors.New("x"), Replan: true})
