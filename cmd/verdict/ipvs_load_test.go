@@ -71,12 +71,8 @@ func (m mover) move(scheduler string) {
 	for i := range loadServices {
 		s := m.service(i)
 		if scheduler != "" {
-			s = strings.Replace(
-				s,
-				"namespace: default}",
-				fmt.Sprintf("namespace: default, annotations: {verdict/scheduler: %s}}", scheduler),
-				1,
-			)
+			s = strings.Replace(s, "namespace: default}",
+				fmt.Sprintf("namespace: default, annotations: {verdict/scheduler: %s}}", scheduler), 1)
 		}
 		out.WriteString(s)
 	}
@@ -91,10 +87,8 @@ func (m mover) move(scheduler string) {
 			return moved == (scheduler != "")
 		}
 		at := netip.AddrPortFrom(lab.Nth(lab.ServiceRange[0], loadServices), 80)
-		return strings.Contains(
-			labtest.Run(m.t, m.cluster.Node, "", "ipvsadm", "-Sn"),
-			fmt.Sprintf("-A -t %s -s %s", at, scheduler),
-		)
+		return strings.Contains(labtest.Run(m.t, m.cluster.Node, "", "ipvsadm", "-Sn"),
+			fmt.Sprintf("-A -t %s -s %s", at, scheduler))
 	})
 	m.event("they are")
 }
@@ -235,14 +229,8 @@ func TestIPVSUnderLoad(t *testing.T) {
 		}
 	}
 	stop()
-	t.Logf(
-		"%d moves and as many kills and restarts in %v; %d connections opened, %d pings over held ones; %d failures",
-		2**moves,
-		time.Since(start).Round(time.Second),
-		m.dials.Load(),
-		m.pings.Load(),
-		len(m.failures),
-	)
+	t.Logf("%d moves and as many kills and restarts in %v; %d connections opened, %d pings over held ones; %d failures",
+		2**moves, time.Since(start).Round(time.Second), m.dials.Load(), m.pings.Load(), len(m.failures))
 	m.report()
 	labtest.Check(t, m.keeper.Process.Signal(syscall.SIGTERM))
 	labtest.Check(t, m.keeper.Wait())

@@ -415,11 +415,8 @@ func TestReady(t *testing.T) {
 func (v *victim) failed() {
 	v.t.Helper()
 	if len(v.failures) > 0 {
-		v.t.Errorf(
-			"%d clients failed, such as:\n%s",
-			len(v.failures),
-			strings.Join(v.failures[:min(10, len(v.failures))], "\n"),
-		)
+		v.t.Errorf("%d clients failed, such as:\n%s", len(v.failures),
+			strings.Join(v.failures[:min(10, len(v.failures))], "\n"))
 	}
 }
 

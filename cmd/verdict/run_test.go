@@ -21,13 +21,8 @@ func TestOtherThanRun(t *testing.T) {
 	if len(problems) > 0 || len(s.Policy.DetectLocal.ClusterCIDRs) != 1 || s.Keeper != "none" {
 		t.Errorf("%+v, %v", s, problems)
 	}
-	_, err = command(
-		"run",
-		"--config",
-		configFile(t, "nodePortAddresses: [10.0.0.0/33]\noomScoreAdj: 9999\n"),
-		"--write-config-to",
-		path+"2",
-	)
+	_, err = command("run", "--config", configFile(t, "nodePortAddresses: [10.0.0.0/33]\noomScoreAdj: 9999\n"),
+		"--write-config-to", path+"2")
 	if err == nil || strings.Count(err.Error(), "\n") != 2 {
 		t.Errorf("it does not name each value that is wrong: %v", err)
 	}

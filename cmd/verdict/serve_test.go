@@ -138,13 +138,8 @@ func TestServing(t *testing.T) {
 	healthz := "http://" + netip.AddrPortFrom(node.IP(ipfamily.IPv4), 10256).String()
 	check := "http://" + netip.AddrPortFrom(node.IP(ipfamily.IPv4), 30900).String() + "/"
 
-	s.await(
-		"started",
-		balancer,
-		healthz+"/healthz",
-		200,
-		`"nodeEligible":true,"healthy":true,"status":{"IPv4":{"lastUpdated":`,
-	)
+	s.await("started", balancer, healthz+"/healthz", 200,
+		`"nodeEligible":true,"healthy":true,"status":{"IPv4":{"lastUpdated":`)
 	s.await("started", balancer, healthz+"/readyz", 200, `"healthy":true`)
 	s.await("has an endpoint", balancer, check, 200, "\"localEndpoints\": 1,\n\t\"serviceProxyHealthy\": true")
 	s.pages()
@@ -157,13 +152,8 @@ func TestServing(t *testing.T) {
 	}
 	s.taint = "ToBeDeletedByClusterAutoscaler"
 	s.objects(true)
-	s.await(
-		"is to be deleted",
-		balancer,
-		healthz+"/healthz",
-		503,
-		`"missing":["the Node has the taint ToBeDeletedByClusterAutoscaler"]`,
-	)
+	s.await("is to be deleted", balancer, healthz+"/healthz", 503,
+		`"missing":["the Node has the taint ToBeDeletedByClusterAutoscaler"]`)
 	s.await("is to be deleted", balancer, healthz+"/livez", 200, `"healthy":true`)
 	s.await("is to be deleted", balancer, check, 200, `"localEndpoints": 1`)
 

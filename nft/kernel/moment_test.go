@@ -99,8 +99,6 @@ func (m moment) states(c *lab.Cluster) [2]*dataplane.State {
 		st, _ := dataplane.Compute(dataplane.Config{NodeName: "node", DetectLocal: clusterCIDR}, snap)
 		return st
 	}
-	return [2]*dataplane.State{
-		state(flowService{number: 1, state: m.first}, func(*snapshot.Service) {}),
-		state(flowService{number: 1, state: both}, m.second),
-	}
+	return [2]*dataplane.State{state(flowService{number: 1, state: m.first}, func(*snapshot.Service) {}),
+		state(flowService{number: 1, state: both}, m.second)}
 }

@@ -128,10 +128,8 @@ var edits = []edit{
 		h.b.End(h.b.object(h.family(), unix.NFT_MSG_NEWTABLE, unix.NLM_F_CREATE, ""))
 	}},
 	{"table sleeps", func(h *hand) { h.b.claimTable(h.family(), tableDormant) }},
-	{
-		"flush ruleset",
-		func(h *hand) { h.b.End(h.b.Netfilter(netlink.NFTables(unix.NFT_MSG_DELTABLE), 0, unix.NFPROTO_UNSPEC)) },
-	},
+	{"flush ruleset",
+		func(h *hand) { h.b.End(h.b.Netfilter(netlink.NFTables(unix.NFT_MSG_DELTABLE), 0, unix.NFPROTO_UNSPEC)) }},
 	{"forget affinity", func(h *hand) {
 		m := h.b.object(h.family(), unix.NFT_MSG_DELSETELEM, 0, "")
 		h.b.Text(unix.NFTA_SET_ELEM_LIST_SET, nft.Affinity.String())

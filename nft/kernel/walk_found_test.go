@@ -261,11 +261,8 @@ func TestHardToSee(t *testing.T) {
 	const slot = "9:9 . tcp . 7"
 	const stray = "a slot nobody leads to"
 	model := &s.backend.model
-	structure, err := s.backend.reader.structure(
-		ipfamily.IPv4,
-		model.Structure(ipfamily.IPv4),
-		model.Layout(ipfamily.IPv4),
-	)
+	structure, err := s.backend.reader.structure(ipfamily.IPv4, model.Structure(ipfamily.IPv4),
+		model.Layout(ipfamily.IPv4))
 	labtest.Check(t, err)
 	for name, c := range map[string]struct{ nft, found string }{
 		"a jump": {"delete element ip verdict picks { " + pick + " }\nadd element ip verdict picks { " +

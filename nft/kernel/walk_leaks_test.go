@@ -15,11 +15,8 @@ import (
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 )
 
-var walkSyncs = flag.Int(
-	"walk.syncs",
-	0,
-	"how many transactions TestLeaks looks at; 0 means as many as everyday tests should",
-)
+var walkSyncs = flag.Int("walk.syncs", 0,
+	"how many transactions TestLeaks looks at; 0 means as many as everyday tests should")
 
 // leakSeed is no walk's.
 const leakSeed = 1 << 32
@@ -43,13 +40,8 @@ type usage struct {
 }
 
 func (u usage) String() string {
-	return fmt.Sprintf(
-		"%d goroutines, %d files, heap %d KiB, kernel %d KiB",
-		u.goroutines,
-		u.files,
-		u.heap>>10,
-		u.kernel>>10,
-	)
+	return fmt.Sprintf("%d goroutines, %d files, heap %d KiB, kernel %d KiB", u.goroutines, u.files, u.heap>>10,
+		u.kernel>>10)
 }
 
 // TestLeaks has a backend write many small transactions, with restarts, refusals, faults and foreign hands, and then

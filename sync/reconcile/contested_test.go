@@ -29,10 +29,8 @@ func TestConflictsAreSummedUp(t *testing.T) {
 				svc.ExternalIPs = append(svc.ExternalIPs, netip.AddrFrom4([4]byte{198, 18, byte((from + i) >> 8), byte(from + i)}))
 			}
 			for p := range 10 {
-				svc.Ports = append(
-					svc.Ports,
-					snapshot.Port{Name: fmt.Sprint("p", p), Protocol: snapshot.TCP, Port: uint16(1000 + p)},
-				)
+				svc.Ports = append(svc.Ports,
+					snapshot.Port{Name: fmt.Sprint("p", p), Protocol: snapshot.TCP, Port: uint16(1000 + p)})
 			}
 			q.Put(d)
 		}

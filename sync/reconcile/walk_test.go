@@ -130,10 +130,8 @@ func (w *walk) judge(st *dataplane.State) error {
 
 // byLC says whether a Service asks for the scheduler that the kernel has not got.
 func byLC(svc *dataplane.Service) bool {
-	return slices.ContainsFunc(
-		svc.Ports,
-		func(sp *dataplane.ServicePort) bool { return sp.Scheduling != nil && sp.Scheduling.Scheduler == "lc" },
-	)
+	return slices.ContainsFunc(svc.Ports,
+		func(sp *dataplane.ServicePort) bool { return sp.Scheduling != nil && sp.Scheduling.Scheduler == "lc" })
 }
 
 // refusesLC is an IPVS without that scheduler.

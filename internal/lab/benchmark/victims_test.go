@@ -83,10 +83,8 @@ func giant(name string, n, externalIPs, ports, endpoints int) snapshot.Delta {
 		sl.Ports = append(sl.Ports, snapshot.SlicePort{Name: p, Protocol: snapshot.TCP, Port: uint16(8000 + i)})
 	}
 	for i := range endpoints {
-		sl.Endpoints = append(
-			sl.Endpoints,
-			snapshot.Endpoint{Addr: addr(firstNewcomer + 1<<21 + uint32(i)), Ready: true, Serving: true},
-		)
+		sl.Endpoints = append(sl.Endpoints,
+			snapshot.Endpoint{Addr: addr(firstNewcomer + 1<<21 + uint32(i)), Ready: true, Serving: true})
 	}
 	return snapshot.Delta{
 		Services: map[snapshot.Name]*snapshot.Service{svc.Name: svc},

@@ -328,11 +328,8 @@ func TestPortsAnswer(t *testing.T) {
 		ports.InSync(snap, snap.Apply(d))
 	}
 	c := client(h)
-	apply(
-		addrDelta("127.0.0.1 ::1"),
-		service("web", 30100, "10.96.0.1 fd00::1"),
-		endpoints("web", "10.1.0.1 10.1.0.2 -10.1.0.3 fd00:1::1"),
-	)
+	apply(addrDelta("127.0.0.1 ::1"), service("web", 30100, "10.96.0.1 fd00::1"),
+		endpoints("web", "10.1.0.1 10.1.0.2 -10.1.0.3 fd00:1::1"))
 	for open := 0; open != 2; open, _ = ports.Ports() {
 		time.Sleep(time.Millisecond)
 	}

@@ -105,11 +105,9 @@ COMMIT
 -A KUBE-NODEPORTS -p tcp --dport 31000 -j ACCEPT
 COMMIT
 `,
-			left: []string{
-				":KUBE-NODEPORTS -",
+			left: []string{":KUBE-NODEPORTS -",
 				`-A INPUT -m comment --comment "kubernetes health check service ports" -j KUBE-NODEPORTS`,
-				"-A KUBE-NODEPORTS -p tcp -m tcp --dport 31000 -j ACCEPT",
-			},
+				"-A KUBE-NODEPORTS -p tcp -m tcp --dport 31000 -j ACCEPT"},
 			kept: []string{"chain KUBE-NODEPORTS of table filter (VARIANT): chain INPUT drops what no rule accepts, and " +
 				"KUBE-NODEPORTS accepts health checks"},
 		},
