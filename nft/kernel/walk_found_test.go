@@ -16,6 +16,7 @@ import (
 	"github.com/verdict-proxy/verdict/internal/lab/labtest"
 	"github.com/verdict-proxy/verdict/internal/system/ipfamily"
 	"github.com/verdict-proxy/verdict/internal/system/netlink"
+	"github.com/verdict-proxy/verdict/internal/system/testkit"
 	"github.com/verdict-proxy/verdict/nft"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
@@ -144,14 +145,14 @@ func TestRefusedInDoubt(t *testing.T) {
 // TestSweepAfterRestart: a process ends between a change and the sweep that belongs to it. The next one adopts the
 // tables, and sweeps.
 func TestSweepAfterRestart(t *testing.T) {
-	w := newWalker(t, leakSeed)
+	w := newWalker(t, testkit.NewWalk(leakSeed, nil))
 	for range 20 { // until somebody loses an endpoint
 		w.remember()
 		w.see(w.changes(3))
 		w.applyAll()
 		w.restart()
 	}
-	if w.count["clients seen"] == 0 || w.count["adopted"] == 0 {
+	if w.Count["clients seen"] == 0 || w.Count["adopted"] == 0 {
 		t.Error("there were no clients, or nothing was adopted")
 	}
 }

@@ -11,6 +11,7 @@ import (
 
 	"github.com/verdict-proxy/verdict/internal/lab/labtest"
 	"github.com/verdict-proxy/verdict/internal/system/ipfamily"
+	"github.com/verdict-proxy/verdict/internal/system/testkit"
 	"github.com/verdict-proxy/verdict/nft"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 )
@@ -60,7 +61,7 @@ func TestLeaks(t *testing.T) {
 	} else {
 		group.Enter(t)
 	}
-	w := newWalker(t, leakSeed)
+	w := newWalker(t, testkit.NewWalk(leakSeed, nil))
 	w.usage = func() usage { return usageNow(t, group) }
 	w.leakRound(syncs / leakRounds)
 	first := w.empty(usage{})
@@ -91,9 +92,8 @@ func (u usage) within(before usage) bool {
 func (w *walker) leakRound(syncs int) {
 	w.t.Helper()
 	for range syncs {
-		w.step++
-		w.r = rand.New(rand.NewPCG(w.seed, uint64(w.step)))
-		w.faults.random = w.r
+		w.Begin(w.Step + 1)
+		w.faults.random = w.Rand
 		w.take(event{do: (*walker).sync})
 	}
 	w.settle()
@@ -101,8 +101,8 @@ func (w *walker) leakRound(syncs int) {
 
 // sync is a small change, and now and then something worse.
 func (w *walker) sync() {
-	w.note("sync")
-	switch n := w.step; {
+	w.Note("sync")
+	switch n := w.Step; {
 	case n%500 == 0, n%100 == 50:
 		w.restart()
 	case n%50 == 7:
@@ -152,7 +152,7 @@ func (w *walker) empty(before usage) (u usage) {
 	}
 	clear(w.handles[:])
 	w.renewed = true
-	w.begin(w.world.snapshot(w.r))
+	w.begin(w.world.snapshot(w.Rand))
 	w.settle()
 	return u
 }
