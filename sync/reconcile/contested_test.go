@@ -66,8 +66,7 @@ func TestConflictsSayWhy(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		var log strings.Builder
 		b := &fakeBackend{loop: &Loop{Log: slog.New(slog.NewTextHandler(&log, nil))}}
-		q, _ := start(t, b)
-		q.Synced()
+		q := startWith(t, b)
 		put := func(name string, created int64, clusterIP, external string) {
 			d := service(name)
 			svc := d.Services[nameOf(name)]
