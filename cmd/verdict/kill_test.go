@@ -275,7 +275,7 @@ const childrenPerKeeper = 3
 func (v *victim) kill(t *testing.T, random *rand.Rand) (children, keepers, flushes int) {
 	orphan := 0 // the last child that a keeper left
 	for n := 0; children+keepers < *kills; n++ {
-		time.Sleep(time.Duration(random.IntN(120)) * time.Millisecond)
+		time.Sleep(time.Duration(random.IntN(120)) * time.Millisecond) // so that every moment has its turn
 		child := v.child()
 		if n%(childrenPerKeeper+1) == childrenPerKeeper {
 			labtest.Check(t, v.keeper.Process.Kill())
@@ -293,9 +293,7 @@ func (v *victim) kill(t *testing.T, random *rand.Rand) (children, keepers, flush
 			!(gone(orphan) && v.owned()); {
 			time.Sleep(10 * time.Millisecond) // until there is somebody to whom the tables belong
 		}
-		for child = v.child(); child == 0; child = v.child() {
-			time.Sleep(time.Millisecond)
-		}
+		testkit.Eventually(t, time.Minute, "a child", func() bool { child = v.child(); return child != 0 }, v.said)
 		if syscall.Kill(child, syscall.SIGKILL) == nil {
 			children++
 		}
@@ -445,7 +443,7 @@ func (v *victim) settle() {
 			v.start()
 			v.wait("all Services are programmed", strings.Count(v.said(), "all Services are programmed")+1)
 		}
-		time.Sleep(1500 * time.Millisecond)
+		time.Sleep(1500 * time.Millisecond) // the look at all of it comes a second after the first transaction
 		labtest.Check(v.t, v.keeper.Process.Signal(syscall.SIGTERM))
 		if err := v.keeper.Wait(); err != nil {
 			v.t.Errorf("the proxy ended with %v", err)

@@ -160,9 +160,8 @@ func TestServing(t *testing.T) {
 	// After a crash the next process takes the same addresses, and finds the tables.
 	crashed, started := s.child(), s.metric("process_start_time_seconds")
 	labtest.Check(t, syscall.Kill(crashed, syscall.SIGKILL))
-	for s.child() == crashed || s.child() == 0 {
-		time.Sleep(time.Millisecond)
-	}
+	testkit.Eventually(t, time.Minute, "another process", func() bool { return s.child() != crashed && s.child() != 0 },
+		s.said)
 	s.await("after a crash", balancer, healthz+"/readyz", 200, `"healthy":true`)
 	s.await("after a crash", balancer, check, 200, `"localEndpoints": 1`)
 	if v := s.metric(`verdict_start_info{how="adopted"}`); v != 1 {

@@ -681,7 +681,7 @@ func TestAffinity(t *testing.T) {
 	seen := map[string]bool{}
 	for try := 0; try < 30 && len(seen) < 2; try++ {
 		seen[c.Node2.Dial(snapshot.UDP, s.frontendOf(c, dataplane.NodePort, ipfamily.IPv6), lab.Options{}).Endpoint] = true
-		time.Sleep(1200 * time.Millisecond)
+		time.Sleep(1200 * time.Millisecond) // the timeout is a second
 	}
 	if len(seen) < 2 {
 		t.Errorf("after its timeout the client always came back to %v", seen)

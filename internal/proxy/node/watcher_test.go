@@ -249,14 +249,9 @@ func (r *reloading) expect(tuned bool, said ...string) (got configUpdate) {
 			r.t.Fatalf("nothing takes effect; it says\n%s", r.said.String())
 		}
 	}
-	deadline := time.Now().Add(time.Minute)
 	for _, text := range said {
-		for !strings.Contains(r.said.String(), text) {
-			if time.Now().After(deadline) {
-				r.t.Fatalf("it does not say %q, but\n%s", text, r.said.String())
-			}
-			time.Sleep(time.Millisecond)
-		}
+		testkit.Eventually(r.t, time.Minute, text, func() bool { return strings.Contains(r.said.String(), text) },
+			r.said.String)
 	}
 	r.said.Reset()
 	return got
@@ -300,7 +295,7 @@ func TestReload(t *testing.T) {
 	r.expect(false, `level=ERROR msg="failed to read the configuration file; its last good version stays in force" err="`+
 		r.path+":", "invalid YAML")
 	r.edit(good)
-	time.Sleep(200 * time.Millisecond)
+	time.Sleep(200 * time.Millisecond) // what must not be said has no moment at which to look
 	if said := r.said.String(); strings.Contains(said, "ERROR") {
 		t.Errorf("it is said twice:\n%s", said)
 	}
