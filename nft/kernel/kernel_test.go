@@ -257,30 +257,6 @@ func setAttributes(t *testing.T, c *Conn) map[string]string {
 	return out
 }
 
-// TestChangesEndWhereTheFullStateDoes walks through random changes in a real kernel; after each, what the kernel
-// lists is what the state asks for.
-func TestChangesEndWhereTheFullStateDoes(t *testing.T) {
-	random := rand.New(rand.NewPCG(3, 9))
-	_, b := host(t)
-	planner, snap := dataplane.NewPlanner(configs["cluster CIDR"]), cluster(random, 6, true)
-	change, _ := planner.Apply(snap, snapshot.Change{})
-	for step := range 150 {
-		if _, err := b.ApplyAll(planner.State(), change); err != nil {
-			t.Fatalf("step %d: %v", step, err)
-		}
-		if got, want := held(t, b), wanted(planner.State()); got != want {
-			t.Fatalf("step %d: %s", step, labtest.FirstDifference(got, want))
-		}
-		delta := serviceDelta(random, random.IntN(8), true)
-		if random.IntN(5) == 0 {
-			for n := range delta.Services {
-				delta.Services[n] = nil
-			}
-		}
-		change, _ = planner.Apply(snap, snap.Apply(delta))
-	}
-}
-
 // TestOverlappingRanges moves between service ranges and source ranges that overlap, touch and replace one another:
 // Kubernetes allows all that, and a set of ranges takes no overlaps.
 func TestOverlappingRanges(t *testing.T) {

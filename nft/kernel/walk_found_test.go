@@ -16,7 +16,6 @@ import (
 	"github.com/verdict-proxy/verdict/internal/lab/labtest"
 	"github.com/verdict-proxy/verdict/internal/system/ipfamily"
 	"github.com/verdict-proxy/verdict/internal/system/netlink"
-	"github.com/verdict-proxy/verdict/internal/system/testkit"
 	"github.com/verdict-proxy/verdict/nft"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
@@ -140,21 +139,6 @@ func TestRefusedInDoubt(t *testing.T) {
 	}
 	s.apply(dataplane.Change{})
 	quiet(t, s.backend)
-}
-
-// TestSweepAfterRestart: a process ends between a change and the sweep that belongs to it. The next one adopts the
-// tables, and sweeps.
-func TestSweepAfterRestart(t *testing.T) {
-	w := newWalker(t, testkit.NewWalk(leakSeed, nil))
-	for range 20 { // until somebody loses an endpoint
-		w.remember()
-		w.see(w.changes(3))
-		w.applyAll()
-		w.restart()
-	}
-	if w.Count["clients seen"] == 0 || w.Count["adopted"] == 0 {
-		t.Error("there were no clients, or nothing was adopted")
-	}
 }
 
 // TestSweepAfterCorrection: a process ends, and a sticky Service loses an endpoint that is on another node. The next
