@@ -141,6 +141,9 @@ func (tr *Traffic) String() string {
 		tr.lost.Load(), time.Duration(tr.Slowest.Load()).Round(time.Millisecond))
 }
 
+// Failures is how many clients failed. All must have been stopped.
+func (tr *Traffic) Failures() int { return len(tr.failures) }
+
 // Check fails the test if a client failed, with what was done meanwhile. All clients must have been stopped.
 func (tr *Traffic) Check(t testing.TB, done ...string) {
 	t.Helper()
