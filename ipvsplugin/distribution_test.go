@@ -36,13 +36,8 @@ func chiSquare(counts map[string]int) (x float64) {
 }
 
 func (s spread) String() string {
-	return fmt.Sprintf(
-		"all %v, chi-square %.2f; long ones %v, chi-square %.2f",
-		s.all,
-		chiSquare(s.all),
-		s.held,
-		chiSquare(s.held),
-	)
+	return fmt.Sprintf("all %v, chi-square %.2f; long ones %v, chi-square %.2f", s.all, chiSquare(s.all), s.held,
+		chiSquare(s.held))
 }
 
 // uneven opens connections of which every fourth stays, and the others end at once: whoever deals in turn gives all
@@ -72,11 +67,8 @@ func (w *world) uneven(number int, f ipfamily.Family) spread {
 func TestIPVSDistribution(t *testing.T) {
 	w := newWorld(t, spreadEndpoints+1, 0, dataplane.IPVSAuto)
 	here := ready(0, 1, 2, 3)
-	w.apply(
-		w.delta(app{number: 1, scheduling: scheduler("rr"), here: here}),
-		w.delta(app{number: 2, scheduling: scheduler("lc"), here: here}),
-		w.delta(app{number: 3, here: here}),
-	)
+	w.apply(w.delta(app{number: 1, scheduling: scheduler("rr"), here: here}),
+		w.delta(app{number: 2, scheduling: scheduler("lc"), here: here}), w.delta(app{number: 3, here: here}))
 	for _, f := range lab.Families() {
 		rr, lc, random := w.uneven(1, f), w.uneven(2, f), w.uneven(3, f)
 		t.Logf("%v\nrr:       %v\nlc:       %v\nnftables: %v", f, rr, lc, random)

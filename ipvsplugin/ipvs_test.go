@@ -34,10 +34,8 @@ func (w *world) flows(a app, f ipfamily.Family) (list []flow) {
 	i := map[ipfamily.Family]int{ipfamily.IPv4: 0, ipfamily.IPv6: 1}[f]
 	cluster := vip(a.number, f)
 	external := []netip.AddrPort{netip.AddrPortFrom(lab.Nth(lab.ExternalRange[i], a.number), 80),
-		netip.AddrPortFrom(
-			lab.Nth(lab.ExternalRange[i], 100+a.number),
-			80,
-		), netip.AddrPortFrom(w.Node.IP(f), uint16(30000+a.number))}
+		netip.AddrPortFrom(lab.Nth(lab.ExternalRange[i], 100+a.number),
+			80), netip.AddrPortFrom(w.Node.IP(f), uint16(30000+a.number))}
 	for _, from := range []*lab.Host{w.Pods[0], w.Pods[2], w.RemotePods[2], w.Node, w.Outside} {
 		// By their interface only the pods of this node are known.
 		byRange := w.planner.Config().DetectLocal.Mode != dataplane.DetectInterfaceNamePrefix
@@ -136,15 +134,8 @@ func (w *world) send(a app, fl flow, p snapshot.Protocol) {
 		wait = time.Second
 	}
 	r := fl.from.Dial(p, fl.to, lab.Options{Timeout: wait})
-	what := fmt.Sprintf(
-		"%s to %s/%s (internal local %v, external local %v): %v",
-		fl.from.Name,
-		fl.to,
-		p,
-		a.internalLocal,
-		a.externalLocal,
-		r,
-	)
+	what := fmt.Sprintf("%s to %s/%s (internal local %v, external local %v): %v", fl.from.Name, fl.to, p, a.internalLocal,
+		a.externalLocal, r)
 	switch {
 	case r.Outcome != want:
 		w.t.Errorf("%s; want %v by %v", what, want, by)
@@ -523,16 +514,8 @@ func TestIPVSOthers(t *testing.T) {
 func (w *world) sysctls() string {
 	w.t.Helper()
 	d := "/proc/sys/net/ipv4/vs/"
-	out := labtest.Run(
-		w.t,
-		w.Node,
-		"",
-		"cat",
-		d+"conntrack",
-		d+"expire_nodest_conn",
-		d+"expire_quiescent_template",
-		d+"conn_reuse_mode",
-	)
+	out := labtest.Run(w.t, w.Node, "", "cat", d+"conntrack", d+"expire_nodest_conn", d+"expire_quiescent_template",
+		d+"conn_reuse_mode")
 	return strings.Join(strings.Fields(out), " ")
 }
 
@@ -634,11 +617,8 @@ func TestIPVSGuard(t *testing.T) {
 	// An address that is put on a device is the node's own.
 	labtest.Check(t, w.Node.AddAddr("eth0", netip.MustParsePrefix("203.0.113.1/32")))
 	w.until("the address is not guarded", func() bool {
-		return w.Outside.Dial(
-			snapshot.TCP,
-			netip.MustParseAddrPort("203.0.113.1:22"),
-			lab.Options{Timeout: time.Second},
-		).Outcome == lab.Answered
+		return w.Outside.Dial(snapshot.TCP, netip.MustParseAddrPort("203.0.113.1:22"),
+			lab.Options{Timeout: time.Second}).Outcome == lab.Answered
 	})
 	labtest.Run(t, w.Node2, "", "ip", "neigh", "flush", "all")
 	if !arp() {
@@ -650,11 +630,8 @@ func TestIPVSGuard(t *testing.T) {
 	}
 	labtest.Check(t, w.Node.DelAddr("eth0", netip.MustParsePrefix("203.0.113.1/32")))
 	w.until("the address is guarded again", func() bool {
-		return w.Outside.Dial(
-			snapshot.TCP,
-			netip.MustParseAddrPort("203.0.113.1:22"),
-			lab.Options{Timeout: time.Second},
-		).Outcome == lab.Refused
+		return w.Outside.Dial(snapshot.TCP, netip.MustParseAddrPort("203.0.113.1:22"),
+			lab.Options{Timeout: time.Second}).Outcome == lab.Refused
 	})
 }
 

@@ -37,10 +37,8 @@ func (d *dice) delta() snapshot.Delta {
 		return out
 	}
 	svc := &snapshot.Service{Name: name, InternalLocal: d.n(4) == 0, ExternalLocal: d.n(2) == 0,
-		ClusterIPs: []netip.Addr{
-			netip.AddrFrom4([4]byte{10, 96, 0, byte(1 + i)}),
-			netip.MustParseAddr(fmt.Sprintf("fd00:96::%d", 1+i)),
-		},
+		ClusterIPs: []netip.Addr{netip.AddrFrom4([4]byte{10, 96, 0, byte(1 + i)}),
+			netip.MustParseAddr(fmt.Sprintf("fd00:96::%d", 1+i))},
 		LoadBalancerIPs: []netip.Addr{netip.AddrFrom4([4]byte{203, 0, 113, byte(d.n(2))})}}
 	if d.n(4) > 0 {
 		svc.Scheduling = &snapshot.Scheduling{
@@ -255,10 +253,8 @@ func TestDraining(t *testing.T) {
 	} {
 		k := dataplane.Key{Addr: netip.MustParseAddr("10.96.0.1"), Protocol: c.protocol, Port: 80}
 		have := newContents()
-		have.put(
-			k,
-			&found{Config{Scheduler: c.scheduler}, map[netip.AddrPort]Destination{at: {at, 1, 0}, other: {other, 1, 0}}},
-		)
+		have.put(k,
+			&found{Config{Scheduler: c.scheduler}, map[netip.AddrPort]Destination{at: {at, 1, 0}, other: {other, 1, 0}}})
 		want := &VirtualService{Key: k, Config: Config{Scheduler: c.scheduler}, Destinations: []Destination{{other, 1, 0}}}
 		p := &planner{until: 7}
 		var got []string

@@ -80,8 +80,8 @@ func TestSwitchBackends(t *testing.T) {
 				}
 			}
 			stop()
-			t.Logf("%d edits; %d connections opened, %d pings over held ones", v.edits.Load(), v.dials.Load(), v.pings.Load())
-			v.failed()
+			t.Logf("%d edits; %v", v.edits.Load(), &v.traffic)
+			v.traffic.Check(t)
 			v.settle()
 		})
 	}

@@ -14,22 +14,10 @@ import (
 
 // explainFrom are the flags for the objects of the golden questions.
 var explainFrom = map[string][]string{
-	"cluster": {
-		"--from",
-		"../../examples/cluster.yaml",
-		"--hostname-override",
-		"node-1",
-		"--cluster-cidr",
-		"10.244.0.0/16,fd00:10:244::/48",
-	},
-	"odd": {
-		"--from",
-		"testdata/explain/odd.yaml",
-		"--hostname-override",
-		"node-1",
-		"--cluster-cidr",
-		"10.244.0.0/16,fd00:244::/32",
-	},
+	"cluster": {"--from", "../../examples/cluster.yaml", "--hostname-override", "node-1", "--cluster-cidr",
+		"10.244.0.0/16,fd00:10:244::/48"},
+	"odd": {"--from", "testdata/explain/odd.yaml", "--hostname-override", "node-1", "--cluster-cidr",
+		"10.244.0.0/16,fd00:244::/32"},
 	"zones": {"--from", "testdata/render/zones.yaml", "--hostname-override", "node-1"},
 }
 
@@ -69,11 +57,8 @@ func TestExplain(t *testing.T) {
 			want, err := os.ReadFile(golden)
 			labtest.Check(t, err)
 			if got != string(want) {
-				t.Errorf(
-					"explain answers something else than %s (go test -update writes it anew):\n%s",
-					golden,
-					labtest.FirstDifference(got, string(want)),
-				)
+				t.Errorf("explain answers something else than %s (go test -update writes it anew):\n%s", golden,
+					labtest.FirstDifference(got, string(want)))
 			}
 			checkAnswerJSON(t, q, got)
 		})

@@ -10,7 +10,6 @@ import (
 	"os/exec"
 	"path/filepath"
 	"strings"
-	"sync"
 	"syscall"
 	"testing"
 	"time"
@@ -71,32 +70,35 @@ func (m mover) move(scheduler string) {
 	for i := range loadServices {
 		s := m.service(i)
 		if scheduler != "" {
-			s = strings.Replace(
-				s,
-				"namespace: default}",
-				fmt.Sprintf("namespace: default, annotations: {verdict/scheduler: %s}}", scheduler),
-				1,
-			)
+			s = strings.Replace(s, "namespace: default}",
+				fmt.Sprintf("namespace: default, annotations: {verdict/scheduler: %s}}", scheduler), 1)
 		}
 		out.WriteString(s)
 	}
 	m.event("to %q", scheduler)
 	m.write("services.yaml", out.String())
 	m.until("the Services are scheduled by "+scheduler, func() bool {
-		left, err := m.cluster.Node.Run("nft", "list", "table", "ip", "verdict")
+		left, err := m.scheduled()
 		if err != nil { // the proxy is about to start
 			return false
 		}
-		if moved := strings.Contains(left, ": goto left-to-ipvs"); scheduler == "" || !moved {
-			return moved == (scheduler != "")
+		if scheduler == "" || left == 0 {
+			return scheduler == "" && left == 0
 		}
 		at := netip.AddrPortFrom(lab.Nth(lab.ServiceRange[0], loadServices), 80)
-		return strings.Contains(
-			labtest.Run(m.t, m.cluster.Node, "", "ipvsadm", "-Sn"),
-			fmt.Sprintf("-A -t %s -s %s", at, scheduler),
-		)
+		return strings.Contains(labtest.Run(m.t, m.cluster.Node, "", "ipvsadm", "-Sn"),
+			fmt.Sprintf("-A -t %s -s %s", at, scheduler))
 	})
 	m.event("they are")
+}
+
+// scheduled says how many ports of cluster IPs nftables leaves to IPVS. Without tables it is an error.
+func (m mover) scheduled() (n int, err error) {
+	text, err := m.cluster.Node.Run("nft", "list", "set", "ip", "verdict", "scheduled")
+	for i := range loadServices {
+		n += strings.Count(text, " "+lab.Nth(lab.ServiceRange[0], i+1).String()+" . ")
+	}
+	return n, err
 }
 
 func (m mover) until(what string, f func() bool, state ...func() string) {
@@ -107,39 +109,23 @@ func (m mover) until(what string, f func() bool, state ...func() string) {
 // load waits until clients have opened some more connections.
 func (m mover) load() {
 	m.t.Helper()
-	from := m.dials.Load()
-	m.until("clients go on", func() bool { return m.dials.Load() >= from+loadDials })
+	from := m.traffic.Dials.Load()
+	m.until("clients go on", func() bool { return m.traffic.Dials.Load() >= from+loadDials })
 }
 
-// dial opens new connections until it is stopped: every one must be answered.
-func (m mover) dial(from *lab.Host, random *rand.Rand, stop <-chan struct{}) {
-	for {
-		select {
-		case <-stop:
-			return
-		default:
-		}
-		i, f := random.IntN(loadServices), lab.Families()[random.IntN(2)]
-		n := map[ipfamily.Family]int{ipfamily.IPv4: 0, ipfamily.IPv6: 1}[f]
-		p, to := snapshot.TCP, netip.AddrPortFrom(lab.Nth(lab.ServiceRange[n], i+1), 80)
-		switch random.IntN(4) {
-		case 0:
-			to = netip.AddrPortFrom(m.cluster.Node.IP(f), uint16(30000+i))
-		case 1:
-			to = netip.AddrPortFrom(lab.Nth(lab.ExternalRange[0], i+1), 80)
-		case 2:
-			p, to = snapshot.UDP, netip.AddrPortFrom(to.Addr(), 53)
-		}
-		begun := time.Now()
-		r := from.Dial(p, to, lab.Options{Timeout: m.patience})
-		if r.Outcome != lab.Answered {
-			m.fail("%s to %s %s, begun %s: %v", from.Name, to, p, begun.Format(stamp), r)
-		}
-		m.dials.Add(1)
-		for slowest := m.slowest.Load(); int64(r.Latency) > slowest; slowest = m.slowest.Load() {
-			m.slowest.CompareAndSwap(slowest, int64(r.Latency))
-		}
+// target chooses one of all kinds of targets.
+func (m mover) target(random *rand.Rand) (snapshot.Protocol, netip.AddrPort) {
+	i, n := random.IntN(loadServices), random.IntN(2)
+	to := netip.AddrPortFrom(lab.Nth(lab.ServiceRange[n], i+1), 80)
+	switch random.IntN(4) {
+	case 0:
+		to = netip.AddrPortFrom(m.cluster.Node.IP(ipfamily.All[n]), uint16(30000+i))
+	case 1:
+		to = netip.AddrPortFrom(lab.Nth(lab.ExternalRange[0], i+1), 80)
+	case 2:
+		return snapshot.UDP, netip.AddrPortFrom(to.Addr(), 53)
 	}
+	return snapshot.TCP, to
 }
 
 // hold keeps TCP connections, opened one after the other while Services move, and pings over all of them until it is
@@ -159,17 +145,17 @@ func (m mover) hold(from *lab.Host, stop <-chan struct{}) {
 			at := netip.AddrPortFrom(lab.Nth(lab.ServiceRange[len(conns)%2], 1+len(conns)%loadServices), 80)
 			c, r := from.Open(snapshot.TCP, at, lab.Options{Timeout: m.patience})
 			if c == nil {
-				m.fail("%s to %s: %v", from.Name, at, r)
+				m.traffic.Fail("%s to %s: %v", from.Name, at, r)
 				continue
 			}
 			conns = append(conns, c)
 		}
 		c := conns[n%len(conns)]
 		if r := c.Ping(m.patience); r.Outcome != lab.Answered {
-			m.fail("held connection %d of %s: %v", n%len(conns), from.Name, r)
+			m.traffic.Fail("held connection %d of %s: %v", n%len(conns), from.Name, r)
 			return
 		}
-		m.pings.Add(1)
+		m.traffic.Pings.Add(1)
 	}
 }
 
@@ -201,22 +187,13 @@ func (m mover) again(how int) {
 // clients starts clients that open connections and hold others, until stop is called: outside, the last pod of the
 // node, which may be an endpoint itself, and the nodes.
 func (m mover) clients() (stop func()) {
-	ended, clients := make(chan struct{}), &sync.WaitGroup{}
+	m.traffic.Target, m.traffic.Patience = m.target, m.patience
 	pod := m.cluster.Pods[len(m.cluster.Pods)-1]
 	for n, from := range []*lab.Host{m.cluster.Outside, pod, m.cluster.Node, m.cluster.Node2} {
-		clients.Go(func() { m.dial(from, rand.New(rand.NewPCG(uint64(n), 2)), ended) })
-		clients.Go(func() { m.hold(from, ended) })
+		m.traffic.Open(from, uint64(n))
+		m.traffic.Beside(func(stop <-chan struct{}) { m.hold(from, stop) })
 	}
-	return func() { close(ended); clients.Wait() }
-}
-
-// report fails the test if a client failed.
-func (m mover) report() {
-	m.t.Helper()
-	if len(m.failures) > 0 {
-		m.t.Errorf("%d clients failed, such as:\n%s\nwhat was done:\n%s", len(m.failures),
-			strings.Join(m.failures[:min(10, len(m.failures))], "\n"), strings.Join(*m.events, "\n"))
-	}
+	return m.traffic.Stop
 }
 
 // TestIPVSUnderLoad moves Services from nftables to IPVS and back, kills the proxy and restarts it, while clients
@@ -235,15 +212,8 @@ func TestIPVSUnderLoad(t *testing.T) {
 		}
 	}
 	stop()
-	t.Logf(
-		"%d moves and as many kills and restarts in %v; %d connections opened, %d pings over held ones; %d failures",
-		2**moves,
-		time.Since(start).Round(time.Second),
-		m.dials.Load(),
-		m.pings.Load(),
-		len(m.failures),
-	)
-	m.report()
+	t.Logf("%d moves and as many kills and restarts in %v; %v", 2**moves, time.Since(start).Round(time.Second), &m.traffic)
+	m.traffic.Check(t, *m.events...)
 	labtest.Check(t, m.keeper.Process.Signal(syscall.SIGTERM))
 	labtest.Check(t, m.keeper.Wait())
 	if said := m.said(); strings.Contains(said, "another program changed") {

@@ -11,7 +11,6 @@ import (
 	"slices"
 	"strconv"
 	"strings"
-	"sync"
 	"sync/atomic"
 	"syscall"
 	"testing"
@@ -49,36 +48,9 @@ type victim struct {
 	// bystanders is how many of the node's pods, the last ones, are no endpoints.
 	bystanders int
 
-	// dials, pings and edits count what was done; failures say what clients did not get. slowest is how long a new
-	// connection took at most, in nanoseconds.
-	dials, pings, edits, slowest atomic.Int64
-	mu                           sync.Mutex
-	failures                     []string
-	// stalls, if not nil, are when nobody could answer; excused counts who then waited in vain.
-	stalls  *labtest.Stalls
-	excused atomic.Int64
-	// lost counts the datagrams that a server has answered in vain.
-	lost atomic.Int64
-}
-
-func (v *victim) fail(format string, args ...any) {
-	v.mu.Lock()
-	defer v.mu.Unlock()
-	v.failures = append(v.failures, time.Now().Format("05.000 ")+fmt.Sprintf(format, args...))
-}
-
-// failSince reports what did not work, with two exceptions. Nobody answers while the machine is busy: that may happen
-// to one in a hundred. And a datagram may be on its way just when its endpoint leaves the Service: then the proxy
-// deletes the flow, and the answer, which comes a moment later, finds no way back.
-func (v *victim) failSince(start time.Time, r lab.Result, format string, args ...any) {
-	if r.Lost && v.lost.Add(1) <= 1+v.dials.Load()/50000 {
-		return
-	}
-	if r.Outcome == lab.TimedOut && v.stalls != nil && v.stalls.Since(start) &&
-		v.excused.Add(1) <= 10+(v.dials.Load()+v.pings.Load())/100 {
-		return
-	}
-	v.fail(format, args...)
+	// edits counts the files that were written while clients came.
+	edits   atomic.Int64
+	traffic labtest.Traffic
 }
 
 // write replaces a file as an editor or a ConfigMap does.
@@ -170,58 +142,22 @@ func (v *victim) churn(stop <-chan struct{}) {
 	}
 }
 
-// dial opens new connections until it is stopped: every one must be answered.
-func (v *victim) dial(from *lab.Host, random *rand.Rand, stop <-chan struct{}) {
-	for {
-		select {
-		case <-stop:
-			return
-		default:
-		}
-		i := random.IntN(killServices)
-		targets := []netip.AddrPort{
-			netip.AddrPortFrom(lab.Nth(lab.ServiceRange[0], i+1), 80),
-			netip.AddrPortFrom(lab.Nth(lab.ServiceRange[1], i+1), 80),
-			netip.AddrPortFrom(lab.Nth(lab.ExternalRange[0], i+1), 80),
-			netip.AddrPortFrom(v.cluster.Node.IP(ipfamily.IPv4), uint16(30000+i)),
-			netip.AddrPortFrom(lab.Nth(lab.ServiceRange[0], i+1), 53),
-			netip.AddrPortFrom(v.cluster.Node.IP(ipfamily.IPv6), uint16(31000+i)),
-		}
-		n := random.IntN(len(targets))
-		p := snapshot.TCP
-		if n >= 4 {
-			p = snapshot.UDP
-		}
-		start := time.Now()
-		if r := from.Dial(p, targets[n], lab.Options{}); r.Outcome != lab.Answered {
-			v.failSince(start, r, "%s to %s %s: %v", from.Name, targets[n], p, r)
-		}
-		v.dials.Add(1)
+// target chooses one of all kinds of targets.
+func (v *victim) target(random *rand.Rand) (snapshot.Protocol, netip.AddrPort) {
+	i := random.IntN(killServices)
+	targets := []netip.AddrPort{
+		netip.AddrPortFrom(lab.Nth(lab.ServiceRange[0], i+1), 80),
+		netip.AddrPortFrom(lab.Nth(lab.ServiceRange[1], i+1), 80),
+		netip.AddrPortFrom(lab.Nth(lab.ExternalRange[0], i+1), 80),
+		netip.AddrPortFrom(v.cluster.Node.IP(ipfamily.IPv4), uint16(30000+i)),
+		netip.AddrPortFrom(lab.Nth(lab.ServiceRange[0], i+1), 53),
+		netip.AddrPortFrom(v.cluster.Node.IP(ipfamily.IPv6), uint16(31000+i)),
 	}
-}
-
-// hold keeps a TCP connection and pings over it until it is stopped.
-func (v *victim) hold(from *lab.Host, i int, stop <-chan struct{}) {
-	at := netip.AddrPortFrom(lab.Nth(lab.ServiceRange[i%2], i+1), 80)
-	c, r := from.Open(snapshot.TCP, at, lab.Options{})
-	if c == nil {
-		v.fail("%s to %s: %v", from.Name, at, r)
-		return
+	n := random.IntN(len(targets))
+	if n >= 4 {
+		return snapshot.UDP, targets[n]
 	}
-	defer c.Close()
-	for {
-		select {
-		case <-stop:
-			return
-		case <-time.After(20 * time.Millisecond):
-		}
-		start := time.Now()
-		if r := c.Ping(0); r.Outcome != lab.Answered {
-			v.failSince(start, r, "connection of %s to %s: %v", from.Name, at, r)
-			return
-		}
-		v.pings.Add(1)
-	}
+	return snapshot.TCP, targets[n]
 }
 
 // start starts verdict run.
@@ -275,7 +211,7 @@ const childrenPerKeeper = 3
 func (v *victim) kill(t *testing.T, random *rand.Rand) (children, keepers, flushes int) {
 	orphan := 0 // the last child that a keeper left
 	for n := 0; children+keepers < *kills; n++ {
-		time.Sleep(time.Duration(random.IntN(120)) * time.Millisecond)
+		time.Sleep(time.Duration(random.IntN(120)) * time.Millisecond) // so that every moment has its turn
 		child := v.child()
 		if n%(childrenPerKeeper+1) == childrenPerKeeper {
 			labtest.Check(t, v.keeper.Process.Kill())
@@ -293,9 +229,7 @@ func (v *victim) kill(t *testing.T, random *rand.Rand) (children, keepers, flush
 			!(gone(orphan) && v.owned()); {
 			time.Sleep(10 * time.Millisecond) // until there is somebody to whom the tables belong
 		}
-		for child = v.child(); child == 0; child = v.child() {
-			time.Sleep(time.Millisecond)
-		}
+		testkit.Eventually(t, time.Minute, "a child", func() bool { child = v.child(); return child != 0 }, v.said)
 		if syscall.Kill(child, syscall.SIGKILL) == nil {
 			children++
 		}
@@ -331,8 +265,9 @@ func (v *victim) owned() bool {
 func newVictim(t *testing.T) *victim {
 	t.Helper()
 	v := &victim{t: t, cluster: labtest.NewCluster(t, lab.Config{LocalPods: 2, RemotePods: 2}), dir: t.TempDir(),
-		random: rand.New(rand.NewPCG(1, 1)), stalls: labtest.WatchStalls(t),
-		flags: []string{"--cluster-cidr", fmt.Sprintf("%s,%s", lab.PodRange[0], lab.PodRange[1])}}
+		random: rand.New(rand.NewPCG(1, 1)),
+		flags:  []string{"--cluster-cidr", fmt.Sprintf("%s,%s", lab.PodRange[0], lab.PodRange[1])}}
+	v.traffic.Target, v.traffic.Stalls, v.traffic.Deletes = v.target, labtest.WatchStalls(t), true
 	v.serve()
 	var services strings.Builder
 	fmt.Fprintf(
@@ -367,21 +302,9 @@ func TestKilled(t *testing.T) {
 	if flushes == 0 {
 		t.Error("the ruleset was never flushed")
 	}
-	t.Logf(
-		"%d children and %d keepers killed in %v, %d flushes; %d edits; %d connections opened, %d pings over held ones; "+
-			"%d failures, %d late since the machine was busy, %d answers lost",
-		children,
-		keepers,
-		time.Since(start).Round(time.Millisecond),
-		flushes,
-		v.edits.Load(),
-		v.dials.Load(),
-		v.pings.Load(),
-		len(v.failures),
-		v.excused.Load(),
-		v.lost.Load(),
-	)
-	v.failed()
+	t.Logf("%d children and %d keepers killed in %v, %d flushes; %d edits; %v", children, keepers,
+		time.Since(start).Round(time.Millisecond), flushes, v.edits.Load(), &v.traffic)
+	v.traffic.Check(t)
 	v.settle()
 }
 
@@ -411,32 +334,17 @@ func TestReady(t *testing.T) {
 	labtest.Check(t, v.cluster.Node.Do(removeRules))
 }
 
-// failed reports what clients did not get.
-func (v *victim) failed() {
-	v.t.Helper()
-	if len(v.failures) > 0 {
-		v.t.Errorf(
-			"%d clients failed, such as:\n%s",
-			len(v.failures),
-			strings.Join(v.failures[:min(10, len(v.failures))], "\n"),
-		)
-	}
-}
-
 // clients has clients come from everywhere, and files change, until stop is called.
 func (v *victim) clients() (stop func()) {
-	end, clients := make(chan struct{}), sync.WaitGroup{}
 	for n, from := range []*lab.Host{v.cluster.Outside, v.cluster.Pods[0], v.cluster.Node, v.cluster.Node2} {
-		clients.Go(func() { v.dial(from, rand.New(rand.NewPCG(uint64(n), 2)), end) })
-		for i := range 4 {
-			clients.Go(func() { v.hold(from, 4*n+i, end) })
+		v.traffic.Open(from, uint64(n))
+		for i := 4 * n; i < 4*n+4; i++ {
+			to := netip.AddrPortFrom(lab.Nth(lab.ServiceRange[i%2], i+1), 80)
+			v.traffic.Hold(from, to, time.Hour, 20*time.Millisecond)
 		}
 	}
-	clients.Go(func() { v.churn(end) })
-	return func() {
-		close(end)
-		clients.Wait()
-	}
+	v.traffic.Beside(v.churn)
+	return v.traffic.Stop
 }
 
 // settle lets the proxy come to rest and end. Another one must find exactly what the files ask for, and look at all
@@ -448,7 +356,7 @@ func (v *victim) settle() {
 			v.start()
 			v.wait("all Services are programmed", strings.Count(v.said(), "all Services are programmed")+1)
 		}
-		time.Sleep(1500 * time.Millisecond)
+		time.Sleep(1500 * time.Millisecond) // the look at all of it comes a second after the first transaction
 		labtest.Check(v.t, v.keeper.Process.Signal(syscall.SIGTERM))
 		if err := v.keeper.Wait(); err != nil {
 			v.t.Errorf("the proxy ended with %v", err)

@@ -214,14 +214,13 @@ func (l *live) end() {
 	l.event("Verdict has ended")
 }
 
-// left says how many pools of the node's table nftables leaves to IPVS.
+// left is scheduled; without tables, nothing is left to IPVS.
 func (l *live) left() int {
-	l.t.Helper()
-	text, err := l.cluster.Node.Run("nft", "list", "table", "ip", "verdict")
-	if err != nil { // there is none
+	n, err := l.scheduled()
+	if err != nil {
 		return 0
 	}
-	return strings.Count(text, ": goto left-to-ipvs")
+	return n
 }
 
 // toVerdict goes from kube-proxy to Verdict as docs/INSTALL.md has it. It returns how long after kube-proxy's end
@@ -231,14 +230,14 @@ func (l *live) toVerdict() time.Duration {
 	l.run()
 	l.load()
 	if n := l.left(); n != 0 {
-		l.t.Errorf("beside kube-proxy, nftables leaves %d pools to IPVS", n)
+		l.t.Errorf("beside kube-proxy, nftables leaves %d ports to IPVS", n)
 	}
 	ctx, cancel := context.WithTimeout(l.t.Context(), liveLimit)
 	defer cancel()
 	labtest.Check(l.t, l.proxy.Stop(ctx))
 	l.event("kube-proxy has ended")
 	ended := time.Now()
-	if l.mode == "ipvs" { // the pools of TCP and of UDP, which all frontends of a port share
+	if l.mode == "ipvs" { // the ports of TCP and of UDP
 		l.until("IPVS schedules for Verdict", func() bool { return l.left() >= 2*loadServices })
 		l.event("IPVS schedules for Verdict")
 	}
@@ -316,12 +315,11 @@ func takeOverLive(l *live) {
 	stop()
 	close(watched)
 	watch.Wait()
-	t.Logf("%d times to Verdict and back in %v; %d connections opened, %d pings over held ones, %d failures; "+
-		"a connection took %v at most; tables were without an owner for %v at most; the last step to Verdict took %v",
-		*takeovers, time.Since(start).Round(time.Second), l.dials.Load(), l.pings.Load(), len(l.failures),
-		time.Duration(l.slowest.Load()).Round(time.Millisecond), longest.Round(10*time.Millisecond), adopted)
+	t.Logf("%d times to Verdict and back in %v; %v; tables were without an owner for %v at most; "+
+		"the last step to Verdict took %v",
+		*takeovers, time.Since(start).Round(time.Second), &l.traffic, longest.Round(10*time.Millisecond), adopted)
 	t.Logf("what was done:\n%s", strings.Join(*l.events, "\n"))
-	l.report()
+	l.traffic.Check(t, *l.events...)
 	if t.Failed() {
 		t.Logf("Verdict said:\n%s\nkube-proxy said:\n%s", l.said(), l.proxy.Tail())
 	}

@@ -21,10 +21,8 @@ func TestMain(m *testing.M) {
 	if os.Getenv(bePython) != "" {
 		panic(servePage(os.Args[1:]))
 	}
-	os.Setenv(
-		"XTABLES_LOCKFILE",
-		filepath.Join(os.TempDir(), "verdict-test-xtables.lock"),
-	) // the hosts' rules are nobody else's
+	os.Setenv("XTABLES_LOCKFILE",
+		filepath.Join(os.TempDir(), "verdict-test-xtables.lock")) // the hosts' rules are nobody else's
 	labtest.Main(m)
 }
 

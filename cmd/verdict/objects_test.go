@@ -75,16 +75,8 @@ func TestExplainFromAPI(t *testing.T) {
 	server := httptest.NewServer(apiLists)
 	defer server.Close()
 	ask := func(url string) (string, error) {
-		return command(
-			"explain",
-			"10.244.3.3",
-			"10.96.0.1:80",
-			"--kubeconfig",
-			kubeconfigOf(t, url),
-			"--hostname-override",
-			"n",
-			"--json",
-		)
+		return command("explain", "10.244.3.3", "10.96.0.1:80", "--kubeconfig", kubeconfigOf(t, url), "--hostname-override",
+			"n", "--json")
 	}
 	out, err := ask(server.URL)
 	labtest.Check(t, err)

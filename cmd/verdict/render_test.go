@@ -70,11 +70,8 @@ func TestRender(t *testing.T) {
 			want, err := os.ReadFile(goldenPath(file))
 			labtest.Check(t, err)
 			if got != string(want) {
-				t.Errorf(
-					"render prints something else than %s (go test -update writes it anew):\n%s",
-					goldenPath(file),
-					labtest.FirstDifference(got, string(want)),
-				)
+				t.Errorf("render prints something else than %s (go test -update writes it anew):\n%s", goldenPath(file),
+					labtest.FirstDifference(got, string(want)))
 			}
 		})
 	}

@@ -21,13 +21,8 @@ func TestOtherThanRun(t *testing.T) {
 	if len(problems) > 0 || len(s.Policy.DetectLocal.ClusterCIDRs) != 1 || s.Keeper != "none" {
 		t.Errorf("%+v, %v", s, problems)
 	}
-	_, err = command(
-		"run",
-		"--config",
-		configFile(t, "nodePortAddresses: [10.0.0.0/33]\noomScoreAdj: 9999\n"),
-		"--write-config-to",
-		path+"2",
-	)
+	_, err = command("run", "--config", labtest.ConfigFile(t, "nodePortAddresses: [10.0.0.0/33]\noomScoreAdj: 9999\n"),
+		"--write-config-to", path+"2")
 	if err == nil || strings.Count(err.Error(), "\n") != 2 {
 		t.Errorf("it does not name each value that is wrong: %v", err)
 	}
@@ -41,13 +36,4 @@ func TestOtherThanRun(t *testing.T) {
 	if _, err := command("run", "more"); err == nil {
 		t.Error("arguments are taken")
 	}
-}
-
-// configFile writes a configuration file of kube-proxy's.
-func configFile(t *testing.T, text string) string {
-	t.Helper()
-	path := filepath.Join(t.TempDir(), "config.conf")
-	text = "apiVersion: kubeproxy.config.k8s.io/v1alpha1\nkind: KubeProxyConfiguration\n" + text
-	labtest.Check(t, os.WriteFile(path, []byte(text), 0o644))
-	return path
 }

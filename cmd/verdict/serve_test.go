@@ -138,13 +138,8 @@ func TestServing(t *testing.T) {
 	healthz := "http://" + netip.AddrPortFrom(node.IP(ipfamily.IPv4), 10256).String()
 	check := "http://" + netip.AddrPortFrom(node.IP(ipfamily.IPv4), 30900).String() + "/"
 
-	s.await(
-		"started",
-		balancer,
-		healthz+"/healthz",
-		200,
-		`"nodeEligible":true,"healthy":true,"status":{"IPv4":{"lastUpdated":`,
-	)
+	s.await("started", balancer, healthz+"/healthz", 200,
+		`"nodeEligible":true,"healthy":true,"status":{"IPv4":{"lastUpdated":`)
 	s.await("started", balancer, healthz+"/readyz", 200, `"healthy":true`)
 	s.await("has an endpoint", balancer, check, 200, "\"localEndpoints\": 1,\n\t\"serviceProxyHealthy\": true")
 	s.pages()
@@ -157,22 +152,16 @@ func TestServing(t *testing.T) {
 	}
 	s.taint = "ToBeDeletedByClusterAutoscaler"
 	s.objects(true)
-	s.await(
-		"is to be deleted",
-		balancer,
-		healthz+"/healthz",
-		503,
-		`"missing":["the Node has the taint ToBeDeletedByClusterAutoscaler"]`,
-	)
+	s.await("is to be deleted", balancer, healthz+"/healthz", 503,
+		`"missing":["the Node has the taint ToBeDeletedByClusterAutoscaler"]`)
 	s.await("is to be deleted", balancer, healthz+"/livez", 200, `"healthy":true`)
 	s.await("is to be deleted", balancer, check, 200, `"localEndpoints": 1`)
 
 	// After a crash the next process takes the same addresses, and finds the tables.
 	crashed, started := s.child(), s.metric("process_start_time_seconds")
 	labtest.Check(t, syscall.Kill(crashed, syscall.SIGKILL))
-	for s.child() == crashed || s.child() == 0 {
-		time.Sleep(time.Millisecond)
-	}
+	testkit.Eventually(t, time.Minute, "another process", func() bool { return s.child() != crashed && s.child() != 0 },
+		s.said)
 	s.await("after a crash", balancer, healthz+"/readyz", 200, `"healthy":true`)
 	s.await("after a crash", balancer, check, 200, `"localEndpoints": 1`)
 	if v := s.metric(`verdict_start_info{how="adopted"}`); v != 1 {

@@ -16,6 +16,7 @@ import (
 	"github.com/verdict-proxy/verdict/internal/lab"
 	"github.com/verdict-proxy/verdict/internal/lab/labtest"
 	"github.com/verdict-proxy/verdict/internal/proxy/node"
+	"github.com/verdict-proxy/verdict/internal/system/testkit"
 )
 
 // beThief makes the test program one that has the name of the place, without any capability, until its input ends.
@@ -58,12 +59,8 @@ func TestPlaceIsTaken(t *testing.T) {
 	s.wait("all Services are programmed", 1)
 	held := func(want float64) {
 		t.Helper()
-		deadline := time.Now().Add(20 * time.Second)
-		for ; s.metric("verdict_place_held") != want; time.Sleep(10 * time.Millisecond) {
-			if time.Now().After(deadline) {
-				t.Fatalf("verdict_place_held is not %v:\n%s", want, s.said())
-			}
-		}
+		what := fmt.Sprintf("verdict_place_held %v", want)
+		testkit.Eventually(t, 20*time.Second, what, func() bool { return s.metric("verdict_place_held") == want }, s.said)
 	}
 	held(0)
 	in.Close()

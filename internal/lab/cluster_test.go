@@ -188,14 +188,6 @@ func TestNth(t *testing.T) {
 	}
 }
 
-func BenchmarkCluster(b *testing.B) {
-	for b.Loop() {
-		c, err := lab.NewCluster(lab.Config{LocalPods: 3, RemotePods: 2})
-		labtest.Check(b, err)
-		labtest.Check(b, c.Close())
-	}
-}
-
 // TestBridgeCallsNetfilter tells by which interface a translated packet between two pods of a bridge came in, as
 // postrouting has it: by none if it stayed on the bridge.
 func TestBridgeCallsNetfilter(t *testing.T) {

@@ -6,7 +6,6 @@ import (
 	"fmt"
 	"net/netip"
 	"os"
-	"os/exec"
 	"path/filepath"
 	"slices"
 	"strings"
@@ -15,13 +14,12 @@ import (
 
 	corev1 "k8s.io/api/core/v1"
 	discoveryv1 "k8s.io/api/discovery/v1"
-	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
-	"k8s.io/apimachinery/pkg/util/intstr"
 	"k8s.io/client-go/kubernetes"
 	"sigs.k8s.io/yaml"
 
 	"github.com/verdict-proxy/verdict/internal/lab"
 	"github.com/verdict-proxy/verdict/internal/lab/control"
+	"github.com/verdict-proxy/verdict/internal/lab/control/peers"
 	"github.com/verdict-proxy/verdict/internal/lab/labtest"
 	"github.com/verdict-proxy/verdict/internal/system/ipfamily"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
@@ -60,7 +58,7 @@ var reasons = []reason{
 	{"who is in no source range is dropped even while there are no endpoints", true, has("-A "+externalChain, notOpen),
 		false},
 	{"who is in a source range is told that there are no endpoints", true, has("-A "+externalChain, "-s "), false},
-	{"who is in no source range is not told so", false, has("-A "+externalChain, " -d 203.0.113.", "has no endpoints"),
+	{"who is in no source range is not told so", false, has("-A "+externalChain, " -d 198.18.0.", "has no endpoints"),
 		false},
 	{"who is in no source range is not told so", false, has("-A "+externalChain, " -d 2001:db8:18::", "has no endpoints"),
 		false},
@@ -72,6 +70,8 @@ var reasons = []reason{
 		has("-A "+nodePortsChain, "localhost_nps_accepted_pkts"), true},
 	{"a health check node port is accepted once, and not again for each port of the Service", false,
 		has("-A "+nodePortsChain, "health check node port"), false},
+	{"TCP is refused by a reset, as in nftables", true, has("-p tcp ", "--reject-with tcp-reset"), false},
+	{"TCP is refused by a reset, as in nftables", false, has("-p tcp ", "--reject-with icmp"), false},
 	{"in IPv6 there is no loopback range to guard", false, has("-j " + loopbackChain), false},
 	{"invalid packets are dropped without being counted by nfacct", true, has("-A "+forwardChain, "INVALID -j DROP"),
 		true},
@@ -81,13 +81,14 @@ var reasons = []reason{
 
 // TestKubeProxy has a real kube-proxy write what it writes for the same objects, and explains every difference.
 func TestKubeProxy(t *testing.T) {
-	plane, host, programs := startPlane(t)
-	create(t, plane.Client)
-	file := readBack(t, plane.Client)
+	plane, host, programs := peers.Start(t, "../..", []string{"192.0.2.10/32", "2001:db8:2::10/128"}, "kube-proxy")
+	createExample(t, plane.Client)
+	peers.Create(t, plane.Client)
+	file := peers.ReadBack(t, plane.Client)
 	dir := t.TempDir()
 	config := filepath.Join(dir, "config.conf")
 	labtest.Check(t, os.WriteFile(config, []byte(fmt.Sprintf(kubeProxyConfig, plane.Kubeconfig())), 0o600))
-	proxy := control.NewProcess(host, filepath.Join(dir, "log"), programs[2], "--config="+config)
+	proxy := control.NewProcess(host, filepath.Join(dir, "log"), programs[0], "--config="+config)
 	labtest.Check(t, proxy.Start())
 	t.Cleanup(func() { _ = proxy.Kill() })
 	model := verdictModel(t, file)
@@ -161,7 +162,7 @@ func settled(t *testing.T, h *lab.Host, f ipfamily.Family, p *control.Process) *
 				all += r.text() + "\n"
 			}
 		}
-		if strings.Contains(all, "default/last") && all == last {
+		if strings.Contains(all, peers.Last.Name) && all == last {
 			return saved
 		}
 		last = all
@@ -251,76 +252,18 @@ func nodeFirst(tc tableChain, ours, theirs []string) bool {
 	return slices.Equal(ours, moved) && strings.Contains(theirs[0], "pod traffic for")
 }
 
-// startPlane starts a control plane on a host that is the node, too, and gives the programs: etcd, kube-apiserver,
-// kube-proxy.
-func startPlane(t *testing.T) (*control.Plane, *lab.Host, []string) {
-	t.Helper()
-	out, err := exec.Command("../../conformance/peers/build", "etcd", "kube-apiserver", "kube-proxy").Output()
-	labtest.Check(t, err)
-	programs := strings.Fields(string(out))
-	host := labtest.NewHost(t, labtest.NewNet(t), "node")
-	for _, a := range []string{"192.0.2.10/32", "2001:db8:2::10/128"} {
-		_, err := host.Run("ip", "addr", "add", a, "dev", "lo")
-		labtest.Check(t, err)
-	}
-	host.IP4 = addr("192.0.2.10")
-	plane, err := control.Start(t.Context(), control.Config{
-		Host: host, Etcd: programs[0], APIServer: programs[1], Dir: t.TempDir(),
-		ServiceRanges: []netip.Prefix{prefix("10.96.0.0/16"), prefix("fd00:10:96::/112")},
-	})
-	labtest.Check(t, err)
-	t.Cleanup(func() { labtest.Check(t, plane.Close()) })
-	return plane, host, programs
-}
-
-// create makes the node, the Services of examples/cluster.yaml, and one of each kind there is.
-func create(t *testing.T, c kubernetes.Interface) {
-	t.Helper()
-	ctx := t.Context()
-	node, err := c.CoreV1().Nodes().Create(ctx, &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "node-1"}},
-		metav1.CreateOptions{})
-	labtest.Check(t, err)
-	node.Status.Addresses = []corev1.NodeAddress{{Type: corev1.NodeInternalIP, Address: "192.0.2.10"},
-		{Type: corev1.NodeInternalIP, Address: "2001:db8:2::10"}}
-	_, err = c.CoreV1().Nodes().UpdateStatus(ctx, node, metav1.UpdateOptions{})
-	labtest.Check(t, err)
-	for _, o := range objects(t) {
-		for _, n := range []string{o.service.Namespace} {
-			_, _ = c.CoreV1().Namespaces().Create(ctx, &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: n}},
-				metav1.CreateOptions{})
-		}
-		s := o.service.DeepCopy()
-		made, err := c.CoreV1().Services(s.Namespace).Create(ctx, s, metav1.CreateOptions{})
-		labtest.Check(t, err)
-		if made.Status = o.service.Status; len(made.Status.LoadBalancer.Ingress) > 0 {
-			_, err = c.CoreV1().Services(s.Namespace).UpdateStatus(ctx, made, metav1.UpdateOptions{})
-			labtest.Check(t, err)
-		}
-		for _, sl := range o.slices {
-			_, err := c.DiscoveryV1().EndpointSlices(s.Namespace).Create(ctx, sl, metav1.CreateOptions{})
-			labtest.Check(t, err)
-		}
-	}
-}
-
-// object is a Service with its slices.
-type object struct {
-	service *corev1.Service
-	slices  []*discoveryv1.EndpointSlice
-}
-
-// objects gives those of the example, and the features.
-func objects(t *testing.T) (all []object) {
+// createExample makes the Services of examples/cluster.yaml.
+func createExample(t *testing.T, c kubernetes.Interface) {
 	t.Helper()
 	text, err := os.ReadFile("../../examples/cluster.yaml")
 	labtest.Check(t, err)
 	var list struct{ Items []map[string]any }
 	labtest.Check(t, yaml.Unmarshal(text, &list))
-	services := map[string]*object{}
-	var names []string
+	var services []*corev1.Service
+	slicesOf := map[string][]*discoveryv1.EndpointSlice{}
 	for _, item := range list.Items {
 		meta := item["metadata"].(map[string]any)
-		for _, field := range []string{"resourceVersion", "uid", "creationTimestamp"} {
+		for _, field := range []string{"resourceVersion", "uid", "creationTimestamp", "ownerReferences"} {
 			delete(meta, field)
 		}
 		b, err := yaml.Marshal(item)
@@ -329,117 +272,17 @@ func objects(t *testing.T) (all []object) {
 		case "Service":
 			s := &corev1.Service{}
 			labtest.Check(t, yaml.Unmarshal(b, s))
-			if s.Name == "kubernetes" { // the API server makes that itself
-				continue
-			}
-			key := s.Namespace + "/" + s.Name
-			services[key] = &object{service: s}
-			names = append(names, key)
+			services = append(services, s)
 		case "EndpointSlice":
 			sl := &discoveryv1.EndpointSlice{}
 			labtest.Check(t, yaml.Unmarshal(b, sl))
-			sl.OwnerReferences = nil
-			if o := services[sl.Namespace+"/"+sl.Labels[discoveryv1.LabelServiceName]]; o != nil {
-				o.slices = append(o.slices, sl)
-			}
+			of := sl.Namespace + "/" + sl.Labels[discoveryv1.LabelServiceName]
+			slicesOf[of] = append(slicesOf[of], sl)
 		}
 	}
-	for _, n := range names {
-		all = append(all, *services[n])
-	}
-	return append(all, features()...)
-}
-
-// features gives a Service of every combination of policies, affinity, source ranges and states of endpoints.
-func features() (all []object) {
-	i := 0
-	for _, internal := range []corev1.ServiceInternalTrafficPolicy{"Cluster", "Local"} {
-		for _, external := range []corev1.ServiceExternalTrafficPolicy{"Cluster", "Local"} {
-			for _, affinity := range []corev1.ServiceAffinity{"None", "ClientIP"} {
-				for _, ranges := range [][]string{nil, {"198.51.100.0/24", "2001:db8:64::/64"},
-					{"192.0.2.0/24", "2001:db8:2::/64"}} {
-					for _, nodes := range [][]string{nil, {"node-1"}, {"node-2"}, {"node-1", "node-2", "node-2"}} {
-						i++
-						all = append(all, feature(fmt.Sprintf("f%d", i), i, internal, external, affinity, ranges, nodes))
-					}
-				}
-			}
+	for _, s := range services {
+		if s.Name != "kubernetes" { // the API server makes that itself
+			peers.Put(t, c, s, slicesOf[s.Namespace+"/"+s.Name]...)
 		}
 	}
-	return append(all, feature("last", i+1, "Cluster", "Cluster", "None", nil, []string{"node-1"}))
-}
-
-func feature(name string, i int, internal corev1.ServiceInternalTrafficPolicy,
-	external corev1.ServiceExternalTrafficPolicy,
-	affinity corev1.ServiceAffinity, ranges, nodes []string) object {
-	policy := corev1.IPFamilyPolicyRequireDualStack
-	meta := metav1.ObjectMeta{Name: name, Namespace: "default"}
-	s := &corev1.Service{ObjectMeta: meta, Spec: corev1.ServiceSpec{
-		Type: corev1.ServiceTypeLoadBalancer, IPFamilyPolicy: &policy, SessionAffinity: affinity,
-		ClusterIP: fmt.Sprintf("10.96.200.%d", i), ClusterIPs: []string{fmt.Sprintf("10.96.200.%d", i),
-			fmt.Sprintf("fd00:10:96::c8%02x", i)},
-		InternalTrafficPolicy: &internal, ExternalTrafficPolicy: external, LoadBalancerSourceRanges: ranges,
-		ExternalIPs: []string{fmt.Sprintf("198.19.0.%d", i), fmt.Sprintf("2001:db8:19::%x", i)},
-	}}
-	protocols := []corev1.Protocol{corev1.ProtocolTCP, corev1.ProtocolUDP, corev1.ProtocolSCTP}
-	for n, p := range protocols[:1+i%3] {
-		s.Spec.Ports = append(s.Spec.Ports, corev1.ServicePort{Name: strings.ToLower(string(p)), Protocol: p,
-			Port: int32(80 + n), TargetPort: intstr.FromInt(8080),
-			NodePort: int32(31100 + 250*n + i)})
-	}
-	if external == corev1.ServiceExternalTrafficPolicyLocal {
-		s.Spec.HealthCheckNodePort = int32(32000 + i)
-	}
-	s.Status.LoadBalancer.Ingress = []corev1.LoadBalancerIngress{{IP: fmt.Sprintf("203.0.113.%d", 100+i)},
-		{IP: fmt.Sprintf("2001:db8:18::%x", i)}}
-	o := object{service: s}
-	for n, kind := range []discoveryv1.AddressType{discoveryv1.AddressTypeIPv4, discoveryv1.AddressTypeIPv6} {
-		sl := &discoveryv1.EndpointSlice{ObjectMeta: metav1.ObjectMeta{Name: fmt.Sprintf("%s-%d", name, n),
-			Namespace: "default",
-			Labels:    map[string]string{discoveryv1.LabelServiceName: name}}, AddressType: kind}
-		for e, node := range nodes {
-			ready := true
-			sl.Endpoints = append(sl.Endpoints, discoveryv1.Endpoint{
-				Addresses: []string{[]string{fmt.Sprintf("10.244.%d.%d", e, i), fmt.Sprintf("fd00:10:244:%x::%x", 1+e, i)}[n]},
-				NodeName:  &node, Conditions: discoveryv1.EndpointConditions{Ready: &ready}})
-		}
-		for _, p := range s.Spec.Ports {
-			port := int32(8000 + p.Port)
-			sl.Ports = append(sl.Ports, discoveryv1.EndpointPort{Name: &p.Name, Protocol: &p.Protocol, Port: &port})
-		}
-		o.slices = append(o.slices, sl)
-	}
-	return o
-}
-
-// readBack writes what the API server has into a file of manifests.
-func readBack(t *testing.T, c kubernetes.Interface) string {
-	t.Helper()
-	var items []any
-	services, err := c.CoreV1().Services("").List(t.Context(), metav1.ListOptions{})
-	labtest.Check(t, err)
-	for _, s := range services.Items {
-		s.APIVersion, s.Kind = "v1", "Service"
-		items = append(items, s)
-	}
-	slices, err := c.DiscoveryV1().EndpointSlices("").List(t.Context(), metav1.ListOptions{})
-	labtest.Check(t, err)
-	for _, s := range slices.Items {
-		s.APIVersion, s.Kind = "discovery.k8s.io/v1", "EndpointSlice"
-		items = append(items, s)
-	}
-	node, err := c.CoreV1().Nodes().Get(t.Context(), "node-1", metav1.GetOptions{})
-	labtest.Check(t, err)
-	node.APIVersion, node.Kind = "v1", "Node"
-	cidrs, err := c.NetworkingV1().ServiceCIDRs().List(t.Context(), metav1.ListOptions{})
-	labtest.Check(t, err)
-	for _, s := range cidrs.Items {
-		s.APIVersion, s.Kind = "networking.k8s.io/v1", "ServiceCIDR"
-		items = append(items, s)
-	}
-	text, err := yaml.Marshal(map[string]any{"apiVersion": "v1", "kind": "List", "items": append(items, node)})
-	labtest.Check(t, err)
-	file := filepath.Join(t.TempDir(), "cluster.yaml")
-	labtest.Check(t, os.WriteFile(file, text, 0o600))
-	return file
 }

@@ -134,32 +134,6 @@ func BenchmarkSizes(b *testing.B) {
 	}
 }
 
-// BenchmarkEncode measures turning 10,000 Services with 10 endpoints into bytes.
-func BenchmarkEncode(b *testing.B) {
-	snap := snapshot.New()
-	snap.Apply(large(10000, 10))
-	st, _ := dataplane.Compute(configs["cluster CIDR"], snap)
-	var m nft.Model
-	txn := m.Plan(st, dataplane.Change{}, 0)
-	var batch batch
-	b.ReportAllocs()
-	for b.Loop() {
-		b.SetBytes(int64(len(batch.encode(txn))))
-	}
-}
-
-// BenchmarkPlan measures compiling the same into a transaction.
-func BenchmarkPlan(b *testing.B) {
-	snap := snapshot.New()
-	snap.Apply(large(10000, 10))
-	st, _ := dataplane.Compute(configs["cluster CIDR"], snap)
-	b.ReportAllocs()
-	for b.Loop() {
-		var m nft.Model
-		m.Plan(st, dataplane.Change{}, 0)
-	}
-}
-
 // BenchmarkPlanInParts plans a first state in transactions of a bounded size. What a Service costs should not depend
 // on how many there are, nor on how many transactions they take.
 func BenchmarkPlanInParts(b *testing.B) {

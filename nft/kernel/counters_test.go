@@ -51,10 +51,8 @@ func countAll(t testing.TB, c *Counters, st *dataplane.State) counts {
 	}
 	labtest.Check(t, c.AllFrontends(func(f dataplane.FrontendCount) { out.frontends[f.Counted] = f }))
 	byKey := map[dataplane.Counted]dataplane.FrontendCount{}
-	labtest.Check(
-		t,
-		c.Frontends(slices.Collect(maps.Keys(out.frontends)), func(f dataplane.FrontendCount) { byKey[f.Counted] = f }),
-	)
+	labtest.Check(t,
+		c.Frontends(slices.Collect(maps.Keys(out.frontends)), func(f dataplane.FrontendCount) { byKey[f.Counted] = f }))
 	if !maps.Equal(out.frontends, byKey) {
 		t.Errorf("listed %v, read by key %v", out.frontends, byKey)
 	}
@@ -173,15 +171,8 @@ func TestCountersCount(t *testing.T) {
 				svc.SourceRanges = []netip.Prefix{netip.MustParsePrefix("198.51.100.7/32"), lab.NodePodRange[0]}
 			})
 			counters := openCounters(t, c.Node)
-			clusterIP, external := s.frontendOf(
-				c,
-				dataplane.ClusterIP,
-				ipfamily.IPv4,
-			), s.frontendOf(
-				c,
-				dataplane.ExternalIP,
-				ipfamily.IPv4,
-			)
+			clusterIP, external := s.frontendOf(c, dataplane.ClusterIP, ipfamily.IPv4), s.frontendOf(c, dataplane.ExternalIP,
+				ipfamily.IPv4)
 			balancer := s.frontendOf(c, dataplane.LoadBalancerIP, ipfamily.IPv4)
 			connections(t, c.Pods[2], clusterIP, 12, lab.Answered)
 			connections(t, c.Outside, external, 6, lab.Answered)

@@ -62,12 +62,8 @@ func (s flowService) name() snapshot.Name {
 }
 
 func (s flowService) String() string {
-	return fmt.Sprintf(
-		"endpoints %s, internal local %v, external local %v",
-		s.state.name,
-		s.internalLocal,
-		s.externalLocal,
-	)
+	return fmt.Sprintf("endpoints %s, internal local %v, external local %v", s.state.name, s.internalLocal,
+		s.externalLocal)
 }
 
 func flowServices() []flowService {
@@ -113,10 +109,8 @@ func (s flowService) delta(c *lab.Cluster) snapshot.Delta {
 		d.Slices[n] = slices[i]
 	}
 	for _, p := range flowProtocols {
-		svc.Ports = append(
-			svc.Ports,
-			snapshot.Port{Name: p.String(), Protocol: p, Port: servicePort, NodePort: nodePorts + uint16(s.number)},
-		)
+		svc.Ports = append(svc.Ports,
+			snapshot.Port{Name: p.String(), Protocol: p, Port: servicePort, NodePort: nodePorts + uint16(s.number)})
 		for _, sl := range slices {
 			sl.Ports = append(sl.Ports, snapshot.SlicePort{Name: p.String(), Protocol: p, Port: targetPort})
 		}
@@ -342,10 +336,8 @@ func TestFlows(t *testing.T) {
 				delta.Merge(s.delta(c))
 			}
 			snap.Apply(delta)
-			st, conflicts := dataplane.Compute(
-				dataplane.Config{NodeName: "node", DetectLocal: d.cfg, MasqueradeAll: d.all},
-				snap,
-			)
+			st, conflicts := dataplane.Compute(dataplane.Config{NodeName: "node", DetectLocal: d.cfg, MasqueradeAll: d.all},
+				snap)
 			if conflicts != nil {
 				t.Fatal(conflicts)
 			}
@@ -422,10 +414,8 @@ func oneState(c *lab.Cluster, s flowService, change func(*snapshot.Service)) *da
 	change(d.Services[s.name()])
 	snap.Apply(facts(c))
 	snap.Apply(d)
-	st, _ := dataplane.Compute(
-		dataplane.Config{NodeName: "node", DetectLocal: clusterCIDR, LocalhostNodePorts: true},
-		snap,
-	)
+	st, _ := dataplane.Compute(dataplane.Config{NodeName: "node", DetectLocal: clusterCIDR, LocalhostNodePorts: true},
+		snap)
 	return st
 }
 
@@ -439,11 +429,8 @@ func TestBalance(t *testing.T) {
 	const n = 900
 	got := map[string]int{}
 	for range n {
-		r := c.Pods[2].Dial(
-			snapshot.TCP,
-			s.frontendOf(c, dataplane.ClusterIP, ipfamily.IPv4),
-			lab.Options{Timeout: 3 * time.Second},
-		)
+		r := c.Pods[2].Dial(snapshot.TCP, s.frontendOf(c, dataplane.ClusterIP, ipfamily.IPv4),
+			lab.Options{Timeout: 3 * time.Second})
 		got[r.Endpoint]++
 	}
 	counted := map[string]uint64{}
@@ -694,7 +681,7 @@ func TestAffinity(t *testing.T) {
 	seen := map[string]bool{}
 	for try := 0; try < 30 && len(seen) < 2; try++ {
 		seen[c.Node2.Dial(snapshot.UDP, s.frontendOf(c, dataplane.NodePort, ipfamily.IPv6), lab.Options{}).Endpoint] = true
-		time.Sleep(1200 * time.Millisecond)
+		time.Sleep(1200 * time.Millisecond) // the timeout is a second
 	}
 	if len(seen) < 2 {
 		t.Errorf("after its timeout the client always came back to %v", seen)
@@ -796,11 +783,8 @@ func TestConnectionsSurvive(t *testing.T) {
 	c, b, s, _ := one(t, both, asIs)
 	var held []*lab.Conn
 	for range 20 {
-		conn, r := c.Outside.Open(
-			snapshot.TCP,
-			s.frontendOf(c, dataplane.LoadBalancerIP, ipfamily.IPv4),
-			lab.Options{Timeout: 3 * time.Second},
-		)
+		conn, r := c.Outside.Open(snapshot.TCP, s.frontendOf(c, dataplane.LoadBalancerIP, ipfamily.IPv4),
+			lab.Options{Timeout: 3 * time.Second})
 		if conn == nil {
 			t.Fatal(r)
 		}

@@ -194,11 +194,8 @@ func TestTwoWritersOneListing(t *testing.T) {
 				labtest.Check(t, b.Remove())
 				labtest.Run(t, h, text(t, loadable), n.Path, "-f", "-")
 				if loaded := number.ReplaceAllString(n.List(t, h), "0x00000001$1"); loaded != written {
-					t.Errorf(
-						"%s lists what it loaded and what we wrote differently:\n%s",
-						n.Path,
-						labtest.FirstDifference(loaded, written),
-					)
+					t.Errorf("%s lists what it loaded and what we wrote differently:\n%s", n.Path,
+						labtest.FirstDifference(loaded, written))
 				}
 			}
 		})
@@ -258,30 +255,6 @@ func setAttributes(t *testing.T, c *Conn) map[string]string {
 		}))
 	}
 	return out
-}
-
-// TestChangesEndWhereTheFullStateDoes walks through random changes in a real kernel; after each, what the kernel
-// lists is what the state asks for.
-func TestChangesEndWhereTheFullStateDoes(t *testing.T) {
-	random := rand.New(rand.NewPCG(3, 9))
-	_, b := host(t)
-	planner, snap := dataplane.NewPlanner(configs["cluster CIDR"]), cluster(random, 6, true)
-	change, _ := planner.Apply(snap, snapshot.Change{})
-	for step := range 150 {
-		if _, err := b.ApplyAll(planner.State(), change); err != nil {
-			t.Fatalf("step %d: %v", step, err)
-		}
-		if got, want := held(t, b), wanted(planner.State()); got != want {
-			t.Fatalf("step %d: %s", step, labtest.FirstDifference(got, want))
-		}
-		delta := serviceDelta(random, random.IntN(8), true)
-		if random.IntN(5) == 0 {
-			for n := range delta.Services {
-				delta.Services[n] = nil
-			}
-		}
-		change, _ = planner.Apply(snap, snap.Apply(delta))
-	}
 }
 
 // TestOverlappingRanges moves between service ranges and source ranges that overlap, touch and replace one another:
@@ -381,10 +354,8 @@ func TestRefusalNamesTheObject(t *testing.T) {
 	set := nft.SetByID(nft.Services)
 	want := "nft: ip verdict: add element services { " + services[2].Text(ipfamily.IPv4, &set) + " }: file exists"
 	if linuxBefore(t, 6, 1) { // it says only which message
-		want = "nft: ip verdict: add element services { " + services[0].Text(
-			ipfamily.IPv4,
-			&set,
-		) + " } or one of the 2 after it: file exists"
+		want = "nft: ip verdict: add element services { " + services[0].Text(ipfamily.IPv4,
+			&set) + " } or one of the 2 after it: file exists"
 	}
 	if err == nil || err.Error() != want {
 		t.Errorf("got  %v\nwant %s", err, want)
@@ -450,10 +421,8 @@ func TestForgetAffinity(t *testing.T) {
 		entries = append(entries, fmt.Sprintf("%s . %d timeout 1h : 10.244.1.%d . 8080", id, i, 1+i%2))
 	}
 	labtest.Run(t, h, "add element ip verdict affinity { "+strings.Join(entries, ", ")+" }", "nft", "-f", "-")
-	_, err = b.ApplyAll(
-		sticky("10.244.1.1"),
-		dataplane.Change{Services: []snapshot.Name{{Namespace: "default", Name: "web"}}},
-	)
+	_, err = b.ApplyAll(sticky("10.244.1.1"),
+		dataplane.Change{Services: []snapshot.Name{{Namespace: "default", Name: "web"}}})
 	labtest.Check(t, err)
 	quiet(t, b)
 	left, err := b.conn.Elements(ipfamily.IPv4, nft.Affinity)

@@ -47,7 +47,7 @@ func TestChangesLoseNobody(t *testing.T) {
 			s, states := flowService{number: 1}, m.states(c)
 			apply(t, b, states[0])
 			to := s.frontendOf(c, dataplane.ClusterIP, ipfamily.IPv4)
-			stop := connect(c, to, 10*time.Second, func(from *lab.Host, r lab.Result) { t.Errorf("%s: %v", from.Name, r) })
+			stop := connect(t, c, to)
 			for i := range m.times {
 				_, err := b.ApplyAll(states[(i+1)%2], dataplane.Change{Services: []snapshot.Name{s.name()}})
 				labtest.Check(t, err)
@@ -99,8 +99,6 @@ func (m moment) states(c *lab.Cluster) [2]*dataplane.State {
 		st, _ := dataplane.Compute(dataplane.Config{NodeName: "node", DetectLocal: clusterCIDR}, snap)
 		return st
 	}
-	return [2]*dataplane.State{
-		state(flowService{number: 1, state: m.first}, func(*snapshot.Service) {}),
-		state(flowService{number: 1, state: both}, m.second),
-	}
+	return [2]*dataplane.State{state(flowService{number: 1, state: m.first}, func(*snapshot.Service) {}),
+		state(flowService{number: 1, state: both}, m.second)}
 }

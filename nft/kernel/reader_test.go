@@ -42,11 +42,8 @@ func TestReaderReadsStructures(t *testing.T) {
 		"10.244.0.0/16", "10.0.0.0/9", "10.128.0.0/11", "10.1.2.0/24", "10.1.2.3/32", "0.0.0.0/0", "192.0.2.128/25",
 	} {
 		p := dataplane.Pods{CIDR: netip.MustParsePrefix(pods)}
-		checkStructure(
-			t,
-			pods,
-			&dataplane.State{Pods4: p, Pods6: dataplane.Pods{InterfacePrefix: "cali"}, LocalhostNodePorts: true},
-		)
+		checkStructure(t, pods,
+			&dataplane.State{Pods4: p, Pods6: dataplane.Pods{InterfacePrefix: "cali"}, LocalhostNodePorts: true})
 	}
 	for _, pods := range []string{"fd00::/8", "2001:db8:7::/48", "fd00:244::/33", "::/0"} {
 		p := dataplane.Pods{CIDR: netip.MustParsePrefix(pods)}

@@ -2,9 +2,8 @@ package kernel
 
 import (
 	"fmt"
+	"math/rand/v2"
 	"net/netip"
-	"sync"
-	"sync/atomic"
 	"testing"
 	"time"
 
@@ -31,7 +30,7 @@ func TestRemoveRejectsNobody(t *testing.T) {
 			ip daddr %s tcp dport %d dnat to %s:%d
 		}
 	}`, to.Addr(), to.Port(), c.Pods[0].IP(ipfamily.IPv4), targetPort), "nft", "-f", "-")
-	stop := connect(c, to, 10*time.Second, func(from *lab.Host, r lab.Result) { t.Errorf("%s: %v", from.Name, r) })
+	stop := connect(t, c, to)
 	for range removals {
 		labtest.Check(t, b.Remove())
 		apply(t, b, st)
@@ -51,32 +50,17 @@ func TestRemoveInterrupted(t *testing.T) {
 	quiet(t, s.backend)
 }
 
-// connect has three clients open connections all the time until stop is called, which returns how many there were. Of
-// each that is not answered in time, failed is told.
-func connect(
-	c *lab.Cluster, to netip.AddrPort, timeout time.Duration, failed func(*lab.Host, lab.Result),
-) (stop func() int64) {
-	var clients sync.WaitGroup
-	var dials atomic.Int64
-	end := make(chan struct{})
-	for _, from := range []*lab.Host{c.Outside, c.Node2, c.Pods[2]} {
-		clients.Go(func() {
-			for {
-				select {
-				case <-end:
-					return
-				default:
-				}
-				if r := from.Dial(snapshot.TCP, to, lab.Options{Timeout: timeout}); r.Outcome != lab.Answered {
-					failed(from, r)
-				}
-				dials.Add(1)
-			}
-		})
+// connect has three clients open connections all the time until stop is called, which returns how many there were. Each
+// must be answered.
+func connect(t *testing.T, c *lab.Cluster, to netip.AddrPort) (stop func() int64) {
+	traffic := &labtest.Traffic{Patience: 10 * time.Second,
+		Target: func(*rand.Rand) (snapshot.Protocol, netip.AddrPort) { return snapshot.TCP, to }}
+	for i, from := range []*lab.Host{c.Outside, c.Node2, c.Pods[2]} {
+		traffic.Open(from, uint64(i))
 	}
 	return func() int64 {
-		close(end)
-		clients.Wait()
-		return dials.Load()
+		traffic.Stop()
+		traffic.Check(t)
+		return traffic.Dials.Load()
 	}
 }

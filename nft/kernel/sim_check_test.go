@@ -7,7 +7,6 @@ import (
 	"net/netip"
 	"reflect"
 	"slices"
-	"testing"
 	"time"
 
 	"github.com/verdict-proxy/verdict/internal/system/ipfamily"
@@ -36,7 +35,7 @@ func (s *sim) checkAlways() {
 		since = s.trouble
 	}
 	if waits := time.Since(since); waits > maxWait {
-		s.fail("%d Services and %d slices have waited for %v", p.Services, p.Slices, waits)
+		s.Fail("%d Services and %d slices have waited for %v", p.Services, p.Slices, waits)
 	}
 }
 
@@ -46,7 +45,7 @@ const largestTable = 16381
 // committed looks at a transaction that was just acknowledged: its size, and that no endpoint is left of those that it
 // took away.
 func (s *sim) committed(c reconcile.Commit) {
-	s.note("committed %d added, %d replaced, %d removed, full %v, left %v", c.Added, c.Replaced, c.Removed, c.Full, c.Left)
+	s.Note("committed %d added, %d replaced, %d removed, full %v, left %v", c.Added, c.Replaced, c.Removed, c.Full, c.Left)
 	if s.f.dead { // whoever is dead hears nothing
 		return
 	}
@@ -58,7 +57,7 @@ func (s *sim) committed(c reconcile.Commit) {
 	}
 	s.proc.filling = (c.Full || s.proc.filling) && len(c.Left) > 0
 	if n := c.Added + 2*c.Replaced + c.Removed; n > most {
-		s.fail("a transaction of %d elements", n)
+		s.Fail("a transaction of %d elements", n)
 	}
 	var slots map[string]map[netip.AddrPort]bool
 	for i, after := range c.After {
@@ -72,10 +71,10 @@ func (s *sim) committed(c reconcile.Commit) {
 		name := c.Before[i].Name.String()
 		for _, ep := range gone {
 			if slots[name][ep] {
-				s.fail("%s: %v is gone, and in the kernel after the commit that said so", name, ep)
+				s.Fail("%s: %v is gone, and in the kernel after the commit that said so", name, ep)
 			}
 		}
-		s.count["endpoints gone"] += len(gone)
+		s.Count["endpoints gone"] += len(gone)
 	}
 }
 
@@ -140,17 +139,17 @@ func simOwners(c *tableContent) map[uint32]string {
 // inSync looks whether it is true: the kernel holds what a full computation of what was taken asks for, except for
 // quarantined Services; and if nothing is held back, that is all that was told.
 func (s *sim) inSync(in reconcile.InSync) {
-	s.count["in sync"]++
+	s.Count["in sync"]++
 	if s.f.dead {
 		return
 	}
 	p := s.proc.queue.Progress()
 	if d := s.watch.missing(in.Snapshot, p.Programmed.Services); d != "" {
-		s.fail("said to be programmed: %s", d)
+		s.Fail("said to be programmed: %s", d)
 	}
 	if p.Since.IsZero() {
 		if d := s.watch.differs(in.Snapshot); d != "" {
-			s.fail("said to be in sync: %s", d)
+			s.Fail("said to be in sync: %s", d)
 		}
 	}
 	s.compare("said to be in sync", s.wanted(in.Snapshot), false)
@@ -163,7 +162,7 @@ func (s *sim) wanted(of *snapshot.Snapshot) *dataplane.State {
 	st, _ := dataplane.Compute(planner.Config(), of)
 	for n := range s.slotsByHistory(st) {
 		st.Services[n] = planner.State().Services[n]
-		s.count["slots by history"]++
+		s.Count["slots by history"]++
 	}
 	return st
 }
@@ -185,14 +184,14 @@ func (s *sim) slotsByHistory(st *dataplane.State) map[snapshot.Name]bool {
 // nothing to do. Otherwise it compares the sums of what the sets hold; to be thorough, and if the sums differ, each
 // element.
 func (s *sim) compare(when string, st *dataplane.State, thorough bool) {
-	s.count["comparisons"]++
+	s.Count["comparisons"]++
 	holds, quarantined := s.k.sums(), map[string]bool{}
 	for _, q := range s.proc.loop.Quarantined() {
 		quarantined[q.Name.String()] = true
 	}
 	same := s.equal.holds == holds && maps.Equal(s.equal.but, quarantined) && reflect.DeepEqual(s.equal.to, st)
 	if same && !thorough {
-		s.count["comparisons of the same"]++
+		s.Count["comparisons of the same"]++
 		return
 	}
 	list := nft.List(st)
@@ -203,9 +202,9 @@ func (s *sim) compare(when string, st *dataplane.State, thorough bool) {
 	case thorough || holds != wanted:
 		c := s.k.content()
 		if d := lacking(&c, list); d != "" {
-			s.fail("%s, and the kernel does not hold what it should:\n%s", when, d)
+			s.Fail("%s, and the kernel does not hold what it should:\n%s", when, d)
 		} else if holds != wanted {
-			s.fail("%s, and the sums differ, but no element: %v and %v", when, holds, wanted)
+			s.Fail("%s, and the sums differ, but no element: %v and %v", when, holds, wanted)
 		}
 	}
 	s.equal.holds, s.equal.but, s.equal.to = holds, quarantined, st
@@ -216,12 +215,12 @@ func (s *sim) compareBut(when string, st *dataplane.State, list *ipfamily.Per[nf
 	c := s.k.content()
 	for i := range c {
 		if d := lackingBut(&c[i], &list[i], but); d != "" {
-			s.fail("%s, and the kernel does not hold what it should of %s", when, d)
+			s.Fail("%s, and the kernel does not hold what it should of %s", when, d)
 		}
 		for _, set := range []nft.SetID{nft.Services, nft.UncountedServices} {
 			for _, e := range c[i].bySet[set] {
 				if svc := st.Services[simName(e.Service())]; svc == nil || !simHas(svc, e.FrontendKey()) {
-					s.fail("%s, and the kernel has what is nobody's or another's: %s", when, elementText(c[i].family, &e))
+					s.Fail("%s, and the kernel has what is nobody's or another's: %s", when, elementText(c[i].family, &e))
 				}
 			}
 		}
@@ -369,18 +368,18 @@ func describeFact(f ipfamily.Family, x fact) string {
 
 // checkRest looks at what must hold when nothing is left to do.
 func (s *sim) checkRest() {
-	s.count["seen at rest"]++
+	s.Count["seen at rest"]++
 	s.compare("at rest", s.wanted(s.watch.told), true)
 	c := s.k.content()
 	if len(s.proc.loop.Quarantined()) == 0 {
 		if bad := s.k.incomplete(&c); bad != "" {
-			s.fail("at rest: %s", bad)
+			s.Fail("at rest: %s", bad)
 		}
 	}
 	for i, f := range ipfamily.All {
 		for _, e := range c[i].bySet[nft.Affinity] {
 			if !s.proc.backend.model.Remembers(f, &e) {
-				s.fail("at rest: a client stays with %v, which is gone", e.Target())
+				s.Fail("at rest: a client stays with %v, which is gone", e.Target())
 			}
 		}
 	}
@@ -388,8 +387,8 @@ func (s *sim) checkRest() {
 		return
 	}
 	told, _ := dataplane.Compute(s.cfg, s.watch.told)
-	if want, _ := dataplane.Compute(s.cfg, s.world.snapshot(s.r)); !reflect.DeepEqual(told, want) {
-		s.fail("at rest, the process was not told everything")
+	if want, _ := dataplane.Compute(s.cfg, s.world.snapshot(s.Rand)); !reflect.DeepEqual(told, want) {
+		s.Fail("at rest, the process was not told everything")
 	}
 }
 
@@ -403,31 +402,4 @@ func (k *simKernel) incomplete(c *content) string {
 		return d.Text
 	}
 	return ""
-}
-
-// shrink looks for fewer steps of a seed that fail, too.
-func shrink(t *testing.T, s *sim) *sim {
-	t.Helper()
-	deadline := time.Now().Add(time.Minute)
-	at := slices.Index(s.steps, s.step)
-	if at >= 0 {
-		if cut := simulate(t, s.seed, s.steps[:at+1], s.plant); cut.failure != "" {
-			s = cut
-		}
-	}
-	for size := len(s.steps) / 2; size > 0 && time.Now().Before(deadline); {
-		smaller := false
-		for from := 0; from < len(s.steps) && time.Now().Before(deadline); {
-			fewer := slices.Concat(s.steps[:from], s.steps[min(from+size, len(s.steps)):])
-			if x := simulate(t, s.seed, fewer, s.plant); x.failure != "" {
-				s, smaller = x, true
-				continue
-			}
-			from += size
-		}
-		if !smaller || size > 1 {
-			size /= 2
-		}
-	}
-	return s
 }

@@ -3,33 +3,40 @@ package kernel
 import (
 	"errors"
 	"maps"
-	"math/rand/v2"
 	"testing"
 
 	"golang.org/x/sys/unix"
 
 	"github.com/verdict-proxy/verdict/internal/system/ipfamily"
+	"github.com/verdict-proxy/verdict/internal/system/testkit"
 	"github.com/verdict-proxy/verdict/nft"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
+// simAlone returns a simulation without a loop, whose kernel never hears what a correct model does not ask for.
+func simAlone(t *testing.T) *sim {
+	s := &sim{Walk: testkit.NewWalk(1, nil), k: newSimKernel(), f: newFaults()}
+	s.Begin(1)
+	s.k.sent = func([]byte, int, error) {}
+	s.k.strict = func(text string) { t.Error(text) }
+	return s
+}
+
 // TestFailedReadLeavesTheModel: if the tables cannot be read back, the model stays what it was. Otherwise it would hold
 // what the kernel never saw, and later take that for something that has to be written.
 func TestFailedReadLeavesTheModel(t *testing.T) {
-	s := &sim{k: newSimKernel(), f: newFaults(), r: rand.New(rand.NewPCG(1, 1))}
-	s.k.sent = func([]byte, int, error) {}
-	s.k.strict = func(text string) { t.Error(text) }
+	s := simAlone(t)
 	b := s.newBackend()
-	world, planner := newWalkWorld(s.r), dataplane.NewPlanner(simConfig(s.r))
-	snap := world.snapshot(s.r)
+	world, planner := newWalkWorld(s.Rand), dataplane.NewPlanner(simConfig(s.Rand))
+	snap := world.snapshot(s.Rand)
 	change, _ := planner.Apply(snap, snapshot.Change{})
 	if _, err := b.Apply(planner.State(), change); err != nil {
 		t.Fatal(err)
 	}
 	before := b.model.Digests(0)
 	for i := range worldServices {
-		change, _ = planner.Apply(snap, snap.Apply(world.serviceChange(s.r, i)))
+		change, _ = planner.Apply(snap, snap.Apply(world.serviceChange(s.Rand, i)))
 		if len(change.Services) > 0 {
 			break
 		}
@@ -50,12 +57,10 @@ func TestFailedReadLeavesTheModel(t *testing.T) {
 // model holds nothing then, so that the next Apply loads all that is wanted. If the kernel refuses a Service of that,
 // the Apply after it must write the others.
 func TestRefusedAfterFailedRewrite(t *testing.T) {
-	s := &sim{k: newSimKernel(), f: newFaults(), r: rand.New(rand.NewPCG(1, 1))}
-	s.k.sent = func([]byte, int, error) {}
-	s.k.strict = func(text string) { t.Error(text) }
+	s := simAlone(t)
 	b := s.newBackend()
-	world, planner := newWalkWorld(s.r), dataplane.NewPlanner(simConfig(s.r))
-	all, _ := planner.Apply(world.snapshot(s.r), snapshot.Change{})
+	world, planner := newWalkWorld(s.Rand), dataplane.NewPlanner(simConfig(s.Rand))
+	all, _ := planner.Apply(world.snapshot(s.Rand), snapshot.Change{})
 	if _, err := b.Apply(planner.State(), all); err != nil {
 		t.Fatal(err)
 	}
@@ -102,12 +107,10 @@ func TestRefusedAfterFailedRewrite(t *testing.T) {
 // committed it, so Apply must not fail: its caller would believe that the kernel holds what it held before. A Check
 // reads it later, and does not take our own tables for others.
 func TestCommittedThoughTablesWereNotSeen(t *testing.T) {
-	s := &sim{k: newSimKernel(), f: newFaults(), r: rand.New(rand.NewPCG(1, 1))}
-	s.k.sent = func([]byte, int, error) {}
-	s.k.strict = func(text string) { t.Error(text) }
+	s := simAlone(t)
 	b := s.newBackend()
-	planner := dataplane.NewPlanner(simConfig(s.r))
-	change, _ := planner.Apply(newWalkWorld(s.r).snapshot(s.r), snapshot.Change{})
+	planner := dataplane.NewPlanner(simConfig(s.Rand))
+	change, _ := planner.Apply(newWalkWorld(s.Rand).snapshot(s.Rand), snapshot.Change{})
 	s.f.armed = []*trouble{{verb: verbTable, illness: closedBefore, skip: len(ipfamily.All)}}
 	if _, err := b.Apply(planner.State(), change); err != nil {
 		t.Errorf("Apply: %v", err)

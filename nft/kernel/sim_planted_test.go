@@ -2,11 +2,11 @@ package kernel
 
 import (
 	"maps"
-	"slices"
 	"testing"
 
 	"golang.org/x/sys/unix"
 
+	"github.com/verdict-proxy/verdict/internal/system/testkit"
 	"github.com/verdict-proxy/verdict/nft"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 	"github.com/verdict-proxy/verdict/sync/reconcile"
@@ -51,14 +51,14 @@ func TestSimulationSeesFaults(t *testing.T) {
 	for _, p := range planted {
 		t.Run(p.name, func(t *testing.T) {
 			for seed := uint64(2000); seed < 2000+seeds; seed++ {
-				s := simulate(t, seed, allSteps(simLength), p.plant)
-				if s.failure == "" {
+				s := simulate(t, testkit.NewWalk(seed, testkit.UpTo(simLength)), p.plant)
+				if s.Failure == "" {
 					continue
 				}
-				at := slices.Index(s.steps, s.step) + 1
-				t.Logf("seed %d, %.200s", seed, s.failure)
-				if at > 0 {
-					if again := simulate(t, seed, s.steps[:at], p.plant); again.failure == "" {
+				t.Logf("seed %d, %.200s", seed, s.Failure)
+				if s.Step < simLength {
+					again := simulate(t, testkit.NewWalk(seed, testkit.UpTo(s.Step+1)), p.plant)
+					if again.Failure == "" {
 						t.Errorf("the same steps do not fail again")
 					}
 				}

@@ -19,85 +19,85 @@ import (
 
 // take takes one step.
 func (s *sim) take() {
-	switch n := s.r.IntN(64); {
+	switch n := s.IntN(64); {
 	case n < 26:
-		s.note("the cluster changes")
-		for range 1 + s.r.IntN(3) {
-			s.watch.happened(simChange(s.r, s.world, s.tastes))
+		s.Note("the cluster changes")
+		for range 1 + s.IntN(3) {
+			s.watch.happened(simChange(s.Rand, s.world, s.tastes))
 		}
-		if s.r.IntN(3) > 0 {
-			s.watch.deliver(s.r, false)
+		if s.IntN(3) > 0 {
+			s.watch.deliver(s.Rand, false)
 		}
 	case n < 40:
-		s.note("events come")
-		s.watch.deliver(s.r, s.r.IntN(4) == 0)
+		s.Note("events come")
+		s.watch.deliver(s.Rand, s.IntN(4) == 0)
 	case n < 42:
-		s.note("events come twice")
-		s.watch.again(s.r)
+		s.Note("events come twice")
+		s.watch.again(s.Rand)
 	case n < 44:
 		s.connectionBreaks()
 	case n < 50:
 		s.armFault()
 	case n < 51:
-		s.f.left = s.r.IntN(30)
-		s.note("the process dies after %d more calls", s.f.left)
+		s.f.left = s.IntN(30)
+		s.Note("the process dies after %d more calls", s.f.left)
 	case n < 52:
-		s.note("the process is started anew")
+		s.Note("the process is started anew")
 		s.restart()
 	case n < 54:
-		s.note("clients are remembered")
+		s.Note("clients are remembered")
 		s.remember()
 	case n < 56:
-		s.note("endpoints are found unhealthy")
-		s.watch.put(simHealth(s.r, s.watch.told, time.Now()))
+		s.Note("endpoints are found unhealthy")
+		s.watch.put(simHealth(s.Rand, s.watch.told, time.Now()))
 	case n < 57:
-		s.note("another configuration")
-		s.cfg = simConfig(s.r)
+		s.Note("another configuration")
+		s.cfg = simConfig(s.Rand)
 		s.proc.loop.Planner.SetConfig(s.cfg)
 		s.proc.queue.Notify()
 	case n < 58:
-		s.note("others write to nf_tables")
+		s.Note("others write to nf_tables")
 		s.k.noise()
 	case n < 59:
-		s.note("all comes to rest")
+		s.Note("all comes to rest")
 		s.rest()
 		return
 	}
 	s.turns.wait()
-	if s.r.IntN(4) > 0 {
-		s.pass(1 + time.Duration(s.r.Int64N(int64(2*time.Second)))>>s.r.IntN(20))
+	if s.IntN(4) > 0 {
+		s.pass(1 + time.Duration(s.Int64N(int64(2*time.Second)))>>s.IntN(20))
 	}
 }
 
 func (s *sim) connectionBreaks() {
 	if s.watch.broken {
-		s.note("a new list comes")
-		s.watch.relist(s.r)
+		s.Note("a new list comes")
+		s.watch.relist(s.Rand)
 		return
 	}
-	s.count["breaks"]++
-	s.note("the watch breaks")
+	s.Count["breaks"]++
+	s.Note("the watch breaks")
 	s.watch.broken, s.watch.pending = true, nil
 }
 
 // armFault arms what may go wrong with a datagram.
 func (s *sim) armFault() {
-	switch s.r.IntN(8) {
+	switch s.IntN(8) {
 	case 0:
-		s.k.torn += 1 + s.r.IntN(12)
-		s.note("%d lists are interrupted", s.k.torn)
+		s.k.torn += 1 + s.IntN(12)
+		s.Note("%d lists are interrupted", s.k.torn)
 		s.f.harm++
 	case 1:
-		s.f.dials = 1 + s.r.IntN(3)
-		s.note("%d sockets cannot be opened", s.f.dials)
+		s.f.dials = 1 + s.IntN(3)
+		s.Note("%d sockets cannot be opened", s.f.dials)
 		s.f.armed = append(s.f.armed, &trouble{verb: verbGeneration, illness: closedBefore})
 	case 2:
-		t := &trouble{verb: verbBatch, illness: refusedFalsely, skip: s.r.IntN(2),
-			errno: oneOf(s.r, unix.ENOSPC, unix.EINVAL, unix.ENFILE, unix.ENOENT)}
-		s.note("a message is refused: %v", t.errno)
+		t := &trouble{verb: verbBatch, illness: refusedFalsely, skip: s.IntN(2),
+			errno: oneOf(s.Rand, unix.ENOSPC, unix.EINVAL, unix.ENFILE, unix.ENOENT)}
+		s.Note("a message is refused: %v", t.errno)
 		s.f.armed = append(s.f.armed, t)
 	default:
-		s.note("%s", s.f.arm(s.r, false))
+		s.Note("%s", s.f.arm(s.Rand, false))
 	}
 }
 
@@ -113,11 +113,11 @@ func (s *sim) remember() {
 			maps.Copy(of, t.sets[members.String()].held)
 		}
 		for _, key := range slices.Sorted(maps.Keys(of)) {
-			if s.r.IntN(3) > 0 {
+			if s.IntN(3) > 0 {
 				continue
 			}
 			s.clients++
-			s.count["clients"]++
+			s.Count["clients"]++
 			e, raw := simClient(f, of[key].ID(), uint32(s.clients), of[key].Member())
 			t.put(set, string(e.Key()), &simElement{Element: e, raw: raw})
 		}
@@ -145,26 +145,26 @@ func (s *sim) rest() {
 	s.f.disarm()
 	s.k.torn = 0
 	if s.watch.broken {
-		s.watch.relist(s.r)
+		s.watch.relist(s.Rand)
 	}
-	s.watch.deliver(s.r, true)
-	tolerant := s.r.IntN(3) == 0
+	s.watch.deliver(s.Rand, true)
+	tolerant := s.IntN(3) == 0
 	if tolerant {
 		s.k.refuse = nil
 	}
 	begin := time.Now()
 	for s.pass(time.Second + 1); !s.atRest(); s.pass(10*time.Second + 1) {
-		if s.failure != "" {
+		if s.Failure != "" {
 			return
 		}
 		if time.Since(begin) > maxRest {
-			s.fail("no rest after %v: %+v, quarantined %v", maxRest, s.proc.queue.Progress(), s.proc.loop.Quarantined())
+			s.Fail("no rest after %v: %+v, quarantined %v", maxRest, s.proc.queue.Progress(), s.proc.loop.Quarantined())
 			return
 		}
 	}
 	s.pass(3 * time.Second) // the second sweep
 	s.checkRest()
-	if s.failure == "" && s.r.IntN(2) == 0 {
+	if s.Failure == "" && s.IntN(2) == 0 {
 		s.adopt()
 	}
 	if s.k.refuse == nil && tolerant {
@@ -222,16 +222,16 @@ func (s *sim) adopt() {
 	if len(s.proc.loop.Quarantined())+len(s.watch.told.Health)+len(s.slotsByHistory(fresh)) > 0 {
 		return // the next process does not know of that
 	}
-	before := s.count["transactions"]
+	before := s.Count["transactions"]
 	s.restart()
 	s.pass(10*time.Second + 1)
-	for !s.atRest() && s.failure == "" {
+	for !s.atRest() && s.Failure == "" {
 		s.pass(10*time.Second + 1)
 	}
-	if n := s.count["transactions"] - before; n > 0 && s.failure == "" {
-		s.fail("another process wrote %d transactions to what it should adopt", n)
+	if n := s.Count["transactions"] - before; n > 0 && s.Failure == "" {
+		s.Fail("another process wrote %d transactions to what it should adopt", n)
 	}
-	s.count["adopted"]++
+	s.Count["adopted"]++
 	s.checkRest()
 }
 
@@ -247,30 +247,30 @@ func (s *sim) listener() reconcile.Listener {
 }
 
 func (s *sim) failed(f reconcile.Failure) {
-	s.count["failed transactions"]++
-	s.note("failed: %v", f.Err)
+	s.Count["failed transactions"]++
+	s.Note("failed: %v", f.Err)
 }
 
 func (s *sim) quarantined(r *dataplane.Refused) {
-	s.count["quarantined"] += len(r.Services)
+	s.Count["quarantined"] += len(r.Services)
 	for _, n := range sortedKeys(r.Services) {
-		s.note("quarantined: %v", n)
+		s.Note("quarantined: %v", n)
 		// A false refusal, when the backend asks for the reason of a true one, looks like a true one.
 		if svc := s.proc.loop.Planner.State().Services[n]; s.f.lies == 0 && (svc == nil || !simPoisoned(svc)) {
-			s.fail("%v is quarantined, and has nothing that the kernel refuses", n)
+			s.Fail("%v is quarantined, and has nothing that the kernel refuses", n)
 		}
 	}
 }
 
 func (s *sim) checked(c reconcile.Check) {
 	if len(c.Found) > 0 && s.f.harm == 0 {
-		s.note("found: %v", c.Found)
+		s.Note("found: %v", c.Found)
 	}
 }
 
 // sent hears of each batch.
 func (s *sim) sent(b []byte, refused int, _ error) {
-	s.count["transactions"]++
+	s.Count["transactions"]++
 	fmt.Fprintf(s.trace, "%d %d\n", time.Now().UnixNano(), refused)
 	_, _ = s.trace.Write(b)
 }

@@ -1,20 +1,14 @@
 package kernel
 
 import (
-	"cmp"
 	"context"
 	"errors"
-	"flag"
-	"fmt"
 	"hash/fnv"
 	"log/slog"
 	"maps"
-	"math/rand/v2"
 	"os"
 	"runtime/debug"
 	"slices"
-	"strconv"
-	"strings"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -22,17 +16,11 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/verdict-proxy/verdict/internal/system/netlink"
+	"github.com/verdict-proxy/verdict/internal/system/testkit"
 	"github.com/verdict-proxy/verdict/nft"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 	"github.com/verdict-proxy/verdict/sync/reconcile"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
-)
-
-var (
-	simSeed  = flag.Uint64("sim.seed", 0, "simulate only this seed; 0 means several")
-	simFirst = flag.Uint64("sim.first", 1, "the first seed, if several are simulated")
-	simSteps = flag.Int("sim.steps", 0, "how many steps to simulate in all; 0 means as many as everyday tests should")
-	simOnly  = flag.String("sim.only", "", "take only these steps of the seed, as a failure lists them")
 )
 
 // A simulation takes simLength steps at most; another seed is another node.
@@ -42,50 +30,18 @@ const (
 	simShort   = 1500
 )
 
+var simulations = testkit.NewWalks("TestSimulation", "sim", simLength)
+
 // TestSimulation runs the whole line in one bubble of time: the loop, the queue, the planner and the backend of a node,
 // over a kernel in memory. The cluster changes, watches are late and break, transactions are refused, answers are lost,
-// the process is killed between two datagrams and started again. A seed always does the same. A failure names the seed
-// and the fewest steps that still fail.
+// the process is killed between two datagrams and started again. A seed always does the same.
 func TestSimulation(t *testing.T) {
-	if *simSeed != 0 {
-		s := simulate(t, *simSeed, onlySteps(cmp.Or(*simSteps, simLength)), nil)
-		t.Logf("digest %x: %d transactions\n%s", s.trace.Sum64(), s.count["transactions"], s.tally())
-		if s.failure != "" {
-			t.Fatal(s.describe())
-		}
-		return
+	everyday := simDefault
+	if raceEnabled || testing.Short() {
+		everyday = simShort
 	}
-	all := *simSteps
-	switch {
-	case all > 0:
-	case raceEnabled || testing.Short():
-		all = simShort
-	default:
-		all = simDefault
-	}
-	start, total := time.Now(), map[string]int{}
-	for seed, left := *simFirst, all; left > 0; seed, left = seed+1, left-simLength {
-		s := simulate(t, seed, allSteps(min(left, simLength)), nil)
-		if s.failure != "" {
-			t.Fatal(shrink(t, s).describe())
-		}
-		for name, n := range s.count {
-			total[name] += n
-		}
-		if n := int(seed - *simFirst + 1); n%400 == 0 {
-			t.Logf("%d steps in %v", n*simLength, time.Since(start).Round(time.Second))
-		}
-	}
-	took := time.Since(start)
-	t.Logf("%d steps in %v, %.0f a second", all, took.Round(time.Millisecond), float64(all)/took.Seconds())
-	for _, name := range slices.Sorted(maps.Keys(total)) {
-		t.Logf("%8d %s", total[name], name)
-	}
-	for _, name := range simMustSee {
-		if total[name] == 0 && all >= simShort {
-			t.Errorf("in %d steps there was not one %q", all, name)
-		}
-	}
+	simulations.Run(t, everyday, false, func(t *testing.T, w *testkit.Walk) { simulate(t, w, nil) }, simShort,
+		simMustSee...)
 }
 
 // simMustSee lists what even a short simulation meets with.
@@ -101,7 +57,7 @@ func TestSimulationIsDeterministic(t *testing.T) {
 	for _, seed := range seeds {
 		digests := map[uint64]bool{}
 		for range times {
-			digests[simulate(t, seed, allSteps(simLength), nil).trace.Sum64()] = true
+			digests[simulate(t, testkit.NewWalk(seed, testkit.UpTo(simLength)), nil).trace.Sum64()] = true
 		}
 		if len(digests) > 1 {
 			t.Errorf("seed %d: digests %x", seed, slices.Collect(maps.Keys(digests)))
@@ -109,37 +65,12 @@ func TestSimulationIsDeterministic(t *testing.T) {
 	}
 }
 
-func allSteps(n int) []int {
-	steps := make([]int, n)
-	for i := range steps {
-		steps[i] = i
-	}
-	return steps
-}
-
-// onlySteps reads -sim.only.
-func onlySteps(n int) (steps []int) {
-	if *simOnly == "" {
-		return allSteps(n)
-	}
-	for word := range strings.SplitSeq(*simOnly, ",") {
-		if step, err := strconv.Atoi(word); err == nil {
-			steps = append(steps, step)
-		}
-	}
-	return steps
-}
-
 // sim is one simulation.
 type sim struct {
-	seed  uint64
-	steps []int
+	*testkit.Walk
 	// plant, if not nil, plants a fault: see TestSimulationSeesFaults.
 	plant func(*sim)
 
-	step int
-	// r makes the choices of one step, and begins anew with each: steps can be left out without changing the others.
-	r      *rand.Rand
 	tastes simTastes
 	turns  simTurns
 	world  *walkWorld
@@ -168,9 +99,6 @@ type sim struct {
 	}
 	// applies counts the transactions of a step.
 	applies int
-	count   map[string]int
-	notes   []string
-	failure string
 	clients int
 }
 
@@ -185,42 +113,40 @@ type simProcess struct {
 	filling bool
 }
 
-// simulate takes some steps of a seed.
-func simulate(t *testing.T, seed uint64, steps []int, plant func(*sim)) *sim {
+// simulate takes a walk.
+func simulate(t *testing.T, w *testkit.Walk, plant func(*sim)) *sim {
 	t.Helper()
-	s := &sim{seed: seed, steps: steps, plant: plant, trace: fnv.New64a(), count: map[string]int{}}
+	s := &sim{Walk: w, plant: plant, trace: fnv.New64a()}
 	synctest.Test(t, func(*testing.T) { s.run() })
 	return s
 }
 
 func (s *sim) run() {
 	s.begin()
-	for _, s.step = range s.steps {
+	for _, step := range s.Steps {
 		s.applies = 0
-		s.r = rand.New(rand.NewPCG(s.seed, uint64(s.step)))
-		s.f.random = s.r
+		s.Begin(step)
+		s.f.random = s.Rand
 		s.take()
-		if s.settleDown(); s.failure != "" {
+		if s.settleDown(); s.Failure != "" {
 			break
 		}
 	}
-	if s.failure == "" {
-		s.step++
-		s.r = rand.New(rand.NewPCG(s.seed, 1<<62))
+	if s.Failure == "" {
+		s.Begin(testkit.End)
 		s.rest()
 	}
 	s.stop()
 }
 
 func (s *sim) begin() {
-	s.r = rand.New(rand.NewPCG(s.seed, 1<<63))
-	s.tastes = simTastes{large: s.seed%16 == 5, hashes: s.seed%32 == 7}
-	s.world, s.cfg, s.k, s.f = newWalkWorld(s.r), simConfig(s.r), newSimKernel(), newFaults()
-	s.k.counts, s.k.offsets = s.r.IntN(2) == 0, s.r.IntN(3) > 0
+	s.tastes = simTastes{large: s.Seed%16 == 5, hashes: s.Seed%32 == 7}
+	s.world, s.cfg, s.k, s.f = newWalkWorld(s.Rand), simConfig(s.Rand), newSimKernel(), newFaults()
+	s.k.counts, s.k.offsets = s.IntN(2) == 0, s.IntN(3) > 0
 	s.k.sent = s.sent
-	s.k.strict = func(text string) { s.fail("the backend asks for what cannot be: %s", text) }
+	s.k.strict = func(text string) { s.Fail("the backend asks for what cannot be: %s", text) }
 	s.k.refuse = s.refuse
-	s.f.meddle, s.f.random = s.k.noise, s.r
+	s.f.meddle, s.f.random = s.k.noise, s.Rand
 	if s.plant != nil {
 		s.plant(s)
 	}
@@ -239,39 +165,11 @@ func (s *sim) refuse(e *nft.Element) unix.Errno {
 	return 0
 }
 
-func (s *sim) note(format string, args ...any) {
-	s.notes = append(s.notes, fmt.Sprintf("step %d: ", s.step)+fmt.Sprintf(format, args...))
-}
-
-func (s *sim) fail(format string, args ...any) {
-	if s.failure == "" {
-		s.failure = fmt.Sprintf("step %d: ", s.step) + fmt.Sprintf(format, args...)
-	}
-}
-
-// describe says what failed, and how to see it again.
-func (s *sim) describe() string {
-	var only []string
-	for _, step := range s.steps {
-		only = append(only, strconv.Itoa(step))
-	}
-	return fmt.Sprintf("seed %d, %s\nreplay it with: -run 'TestSimulation$' -sim.seed %d -sim.only %s\nlast notes:\n%s",
-		s.seed, s.failure, s.seed, strings.Join(only, ","), strings.Join(s.notes[max(0, len(s.notes)-40):], "\n"))
-}
-
-func (s *sim) tally() string {
-	var out []string
-	for _, name := range slices.Sorted(maps.Keys(s.count)) {
-		out = append(out, fmt.Sprintf("%8d %s", s.count[name], name))
-	}
-	return strings.Join(out, "\n")
-}
-
 // start starts a process, which is told what there is in some order, part of it late.
 func (s *sim) start() {
 	p := &simProcess{queue: snapshot.NewQueue(1), done: make(chan struct{})}
 	s.proc, s.trouble, s.turns.queue = p, time.Now(), p.queue
-	s.watch = &simWatch{world: s.world, queue: p.queue, told: snapshot.New(), version: 1 + s.r.IntN(1000),
+	s.watch = &simWatch{world: s.world, queue: p.queue, told: snapshot.New(), version: 1 + s.IntN(1000),
 		versions: map[simObject]int{}, lose: s.lose, turns: &s.turns}
 	s.f.dead, s.f.left, s.f.dials = false, -1, 0
 	p.backend = s.newBackend()
@@ -286,7 +184,7 @@ func (s *sim) start() {
 	p.cancel = cancel
 	s.watch.happened(snapshot.Delta{Services: s.world.services, Slices: s.world.slices, Node: &s.world.node,
 		ServiceCIDRs: &s.world.cidrs, HostAddrs: &s.world.addrs})
-	s.watch.deliver(s.r, true)
+	s.watch.deliver(s.Rand, true)
 	p.queue.Synced()
 	if raceEnabled {
 		go p.observe(ctx)
@@ -296,12 +194,12 @@ func (s *sim) start() {
 		defer func() {
 			if x := recover(); x != nil {
 				s.turns.enter()
-				s.fail("panic: %v\n%s", x, debug.Stack())
+				s.Fail("panic: %v\n%s", x, debug.Stack())
 			}
 		}()
 		if err := p.loop.Run(ctx); err != nil {
 			s.turns.enter()
-			s.fail("the loop ended with %v", err)
+			s.Fail("the loop ended with %v", err)
 		}
 	}()
 	s.turns.wait()
@@ -330,7 +228,7 @@ func (s *sim) newBackend() *Backend {
 	if err != nil {
 		panic(err)
 	}
-	b := &Backend{dumpMost: oneOf(s.r, dumpMost, 4)}
+	b := &Backend{dumpMost: oneOf(s.Rand, dumpMost, 4)}
 	b.netns, b.dial = netns, func(int) (*Conn, error) {
 		s.turns.enter()
 		if s.f.dials > 0 {
@@ -352,14 +250,14 @@ func (s *sim) stop() {
 	s.turns.end()
 	<-s.proc.done
 	if err := s.proc.backend.Close(); err != nil && !errors.Is(err, os.ErrClosed) {
-		s.fail("close: %v", err)
+		s.Fail("close: %v", err)
 	}
 }
 
 // restart ends the process, as a signal or a crash does, and starts another one.
 func (s *sim) restart() {
 	s.stop()
-	s.count["restarts"]++
+	s.Count["restarts"]++
 	s.start()
 }
 
@@ -367,8 +265,8 @@ func (s *sim) restart() {
 func (s *sim) settleDown() {
 	s.turns.wait()
 	if s.f.dead {
-		s.note("the process is dead")
-		s.count["kills"]++
+		s.Note("the process is dead")
+		s.Count["kills"]++
 		s.restart()
 	}
 	if s.f.harm > 0 {

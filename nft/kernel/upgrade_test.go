@@ -31,20 +31,16 @@ func cart() *dataplane.State {
 		s := &snapshot.Slice{Name: snapshot.Name{Namespace: n.Namespace, Name: name}, Service: n.Name,
 			Ports: []snapshot.SlicePort{{Name: "http", Protocol: snapshot.TCP, Port: 8080}}}
 		for i, a := range addrs {
-			s.Endpoints = append(
-				s.Endpoints,
-				snapshot.Endpoint{Addr: addr(a), Node: fmt.Sprintf("node-%d", i+1), Ready: true, Serving: true},
-			)
+			s.Endpoints = append(s.Endpoints,
+				snapshot.Endpoint{Addr: addr(a), Node: fmt.Sprintf("node-%d", i+1), Ready: true, Serving: true})
 		}
 		return s
 	}
 	four, six := slice("cart-1", "10.244.1.2", "10.244.2.2"), slice("cart-2", "fd00:10:244:1::2", "fd00:10:244:2::2")
 	snap.Apply(snapshot.Delta{
 		Services: map[snapshot.Name]*snapshot.Service{n: {Name: n, Affinity: 3 * time.Hour, ExternalLocal: true,
-			ClusterIPs: []netip.Addr{
-				addr("10.96.0.1"),
-				addr("fd00:10:96::1"),
-			}, LoadBalancerIPs: []netip.Addr{addr("203.0.113.1")},
+			ClusterIPs: []netip.Addr{addr("10.96.0.1"),
+				addr("fd00:10:96::1")}, LoadBalancerIPs: []netip.Addr{addr("203.0.113.1")},
 			SourceRanges: []netip.Prefix{netip.MustParsePrefix("198.51.100.0/24"), netip.MustParsePrefix("10.0.0.0/8")},
 			Ports:        []snapshot.Port{{Name: "http", Protocol: snapshot.TCP, Port: 80}}}},
 		Slices: map[snapshot.Name]*snapshot.Slice{four.Name: four, six.Name: six},

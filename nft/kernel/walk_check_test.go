@@ -260,8 +260,8 @@ func differencesOf(c *content, list ipfamily.Per[nft.Listing]) string {
 // verify compares the kernel with what the objects ask for.
 func (w *walker) verify() {
 	w.t.Helper()
-	st, conflicts := dataplane.Compute(w.cfg, w.world.snapshot(w.r))
-	w.count["contended keys"] += len(conflicts)
+	st, conflicts := dataplane.Compute(w.cfg, w.world.snapshot(w.Rand))
+	w.Count["contended keys"] += len(conflicts)
 	list := nft.List(st)
 	var c content
 	for i := range c {
@@ -270,7 +270,7 @@ func (w *walker) verify() {
 	if d := lacking(&c, list); d != "" {
 		w.fail("the kernel does not hold what it should:\n%s", d)
 	}
-	if w.meddled || w.renewed || w.step%4 == 0 {
+	if w.meddled || w.renewed || w.Step%4 == 0 {
 		w.verifyStructure(st, list)
 	}
 	w.verifyAffinity(&c, list)
@@ -300,7 +300,7 @@ func (w *walker) verifyStructure(st *dataplane.State, list ipfamily.Per[nft.List
 		}
 		for set, n := range s.counts {
 			if n > 1024 && nft.SetID(set) != nft.Affinity {
-				w.count["large sets seen"]++
+				w.Count["large sets seen"]++
 			}
 		}
 		found[i] = s.Found
@@ -354,7 +354,7 @@ func (w *walker) handle(i int, info tableInfo) {
 		}
 		w.handles[i] = info.handle
 		clear(w.clients[i])
-		w.count["tables made anew"]++
+		w.Count["tables made anew"]++
 	}
 }
 
@@ -400,7 +400,7 @@ func (w *walker) verifyAffinity(c *content, list ipfamily.Per[nft.Listing]) {
 				w.fail("%s: a client was forgotten: %s", f.NFT(), elementText(f, &e))
 			}
 		}
-		w.count["clients seen"] += len(there)
+		w.Count["clients seen"] += len(there)
 	}
 }
 
@@ -411,7 +411,7 @@ func (w *walker) remember() {
 	for i, f := range ipfamily.All {
 		var entries []nft.Element
 		for _, m := range slices.SortedFunc(maps.Keys(w.members[i]), member.compare) {
-			if w.r.IntN(3) == 0 && len(w.clients[i]) < 100 {
+			if w.IntN(3) == 0 && len(w.clients[i]) < 100 {
 				entries = append(entries, w.client(f, m))
 			}
 		}
@@ -431,7 +431,7 @@ func (w *walker) remember() {
 		for _, e := range entries {
 			w.clients[i][e] = true
 		}
-		w.count["clients"] += len(entries)
+		w.Count["clients"] += len(entries)
 	}
 }
 

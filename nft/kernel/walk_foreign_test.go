@@ -36,7 +36,7 @@ func (h *hand) anySet() (nft.SetID, bool) {
 	if len(sets) == 0 {
 		return 0, false
 	}
-	return oneOf(h.w.r, sets...), true
+	return oneOf(h.w.Rand, sets...), true
 }
 
 // anyElement chooses an element of ours.
@@ -45,7 +45,7 @@ func (h *hand) anyElement() (e nft.Element, ok bool) {
 	if !ok {
 		return e, false
 	}
-	return oneOf(h.w.r, h.table().bySet[set]...), true
+	return oneOf(h.w.Rand, h.table().bySet[set]...), true
 }
 
 // anyChain chooses a chain by name.
@@ -60,7 +60,7 @@ func (h *hand) anyChain() string {
 	if len(names) == 0 {
 		return "none"
 	}
-	return oneOf(h.w.r, names...)
+	return oneOf(h.w.Rand, names...)
 }
 
 // edit is something that others do to our tables.
@@ -71,21 +71,21 @@ type edit struct {
 
 var edits = []edit{
 	{"delete elements", func(h *hand) {
-		for range 1 + h.w.r.IntN(4) {
+		for range 1 + h.w.IntN(4) {
 			if e, ok := h.anyElement(); ok {
 				h.b.elements(h.family(), unix.NFT_MSG_DELSETELEM, e.Set, []nft.Element{e})
 			}
 		}
 	}},
 	{"add elements", func(h *hand) {
-		for range 1 + h.w.r.IntN(3) {
+		for range 1 + h.w.IntN(3) {
 			h.add(false)
 		}
 	}},
 	{"alter elements", func(h *hand) { h.add(true) }},
 	{"jump instead of goto", (*hand).jump},
 	{"flush set", func(h *hand) {
-		set := nft.SetID(h.w.r.IntN(int(nft.NumSets)))
+		set := nft.SetID(h.w.IntN(int(nft.NumSets)))
 		if set == nft.Affinity {
 			set = nft.Services
 		}
@@ -98,10 +98,10 @@ var edits = []edit{
 	{"delete chain", (*hand).deleteChain},
 	{"rename chain", (*hand).rename},
 	{"add chain", (*hand).addChain},
-	{"add rule", func(h *hand) { h.rule(h.anyChain(), unix.NLM_F_APPEND*uint16(h.w.r.IntN(2))) }},
+	{"add rule", func(h *hand) { h.rule(h.anyChain(), unix.NLM_F_APPEND*uint16(h.w.IntN(2))) }},
 	{"chain with another policy", func(h *hand) {
 		m := h.b.object(h.family(), unix.NFT_MSG_NEWCHAIN, unix.NLM_F_CREATE, "")
-		h.b.Text(unix.NFTA_CHAIN_NAME, oneOf(h.w.r, "prerouting", "output", "postrouting"))
+		h.b.Text(unix.NFTA_CHAIN_NAME, oneOf(h.w.Rand, "prerouting", "output", "postrouting"))
 		h.b.Big32(unix.NFTA_CHAIN_POLICY, 0)
 		h.b.End(m)
 	}},
@@ -109,15 +109,15 @@ var edits = []edit{
 	{"add set", func(h *hand) { h.set("mine") }},
 	{"set of another kind", func(h *hand) {
 		h.b.End(h.b.object(h.family(), unix.NFT_MSG_DELRULE, 0, ""))
-		name := oneOf(h.w.r, nft.Hairpin, nft.Addresses, nft.Pools, nft.Affinity).String()
+		name := oneOf(h.w.Rand, nft.Hairpin, nft.Addresses, nft.Pools, nft.Affinity).String()
 		h.deleteSet(name)
-		if h.w.r.IntN(2) == 0 {
+		if h.w.IntN(2) == 0 {
 			h.set(name)
 		}
 	}},
 	{"smaller set", func(h *hand) {
 		h.b.End(h.b.object(h.family(), unix.NFT_MSG_DELRULE, 0, ""))
-		set := nft.SetByID(oneOf(h.w.r, nft.Endpoints, nft.Hairpin, nft.Addresses, nft.Affinity, nft.RevisionSet))
+		set := nft.SetByID(oneOf(h.w.Rand, nft.Endpoints, nft.Hairpin, nft.Addresses, nft.Affinity, nft.RevisionSet))
 		set.Size = 1
 		h.deleteSet(set.Name())
 		h.b.newSet(h.family(), &set)
@@ -128,10 +128,8 @@ var edits = []edit{
 		h.b.End(h.b.object(h.family(), unix.NFT_MSG_NEWTABLE, unix.NLM_F_CREATE, ""))
 	}},
 	{"table sleeps", func(h *hand) { h.b.claimTable(h.family(), tableDormant) }},
-	{
-		"flush ruleset",
-		func(h *hand) { h.b.End(h.b.Netfilter(netlink.NFTables(unix.NFT_MSG_DELTABLE), 0, unix.NFPROTO_UNSPEC)) },
-	},
+	{"flush ruleset",
+		func(h *hand) { h.b.End(h.b.Netfilter(netlink.NFTables(unix.NFT_MSG_DELTABLE), 0, unix.NFPROTO_UNSPEC)) }},
 	{"forget affinity", func(h *hand) {
 		m := h.b.object(h.family(), unix.NFT_MSG_DELSETELEM, 0, "")
 		h.b.Text(unix.NFTA_SET_ELEM_LIST_SET, nft.Affinity.String())
@@ -155,16 +153,16 @@ func (h *hand) add(replace bool) {
 	if def.Verdicts {
 		chain = e.Chain.Name()
 	}
-	switch at := h.w.r.IntN(4); {
+	switch at := h.w.IntN(4); {
 	case !replace:
-		n := h.w.r.IntN(len(key))
+		n := h.w.IntN(len(key))
 		key[n]++
 	case at == 0 || len(data) == 0 && chain == "":
 		comment = "nothing of ours"
 	case chain != "":
-		chain = oneOf(h.w.r, "no-endpoints", "no-local-endpoints", h.anyChain())
+		chain = oneOf(h.w.Rand, "no-endpoints", "no-local-endpoints", h.anyChain())
 	default:
-		data[h.w.r.IntN(len(data))]++
+		data[h.w.IntN(len(data))]++
 	}
 	other, ok := nft.ElementFrom(h.family(), e.Set, key, end, data, chain, comment)
 	if !ok {
@@ -182,7 +180,7 @@ func (h *hand) jump() {
 	if len(list) == 0 {
 		return
 	}
-	e := oneOf(h.w.r, list...)
+	e := oneOf(h.w.Rand, list...)
 	h.b.elements(h.family(), unix.NFT_MSG_DELSETELEM, e.Set, []nft.Element{e})
 	was := h.b.chains
 	code := int32(unix.NFT_JUMP)
@@ -212,9 +210,9 @@ func (h *hand) rule(chain string, flags uint16, does ...nft.Statement) {
 
 // addChain adds a chain: of a strange name, or of a name of ours, with or without what that name promises.
 func (h *hand) addChain() {
-	name := oneOf(h.w.r, "mine", "pick-77", "pick-077", "sticky-78", "uncounted-pick-79", "remember-5")
+	name := oneOf(h.w.Rand, "mine", "pick-77", "pick-077", "sticky-78", "uncounted-pick-79", "remember-5")
 	c, ours := nft.ChainNamed(nft.ProbeTable(h.family(), nft.Structure{}), nft.Structure{}, name)
-	if ours && h.w.r.IntN(2) == 0 && name != "sticky-78" {
+	if ours && h.w.IntN(2) == 0 && name != "sticky-78" {
 		h.b.newChain(h.family(), &c)
 		h.b.rules(h.family(), &c)
 		return
@@ -222,10 +220,10 @@ func (h *hand) addChain() {
 	m := h.b.object(h.family(), unix.NFT_MSG_NEWCHAIN, unix.NLM_F_CREATE, "")
 	h.b.Text(unix.NFTA_CHAIN_NAME, name)
 	h.b.End(m)
-	if h.w.r.IntN(2) == 0 {
+	if h.w.IntN(2) == 0 {
 		h.rule(name, 0)
 	}
-	if h.w.r.IntN(2) == 0 {
+	if h.w.IntN(2) == 0 {
 		h.rule(h.anyChain(), 0, nft.Jump{Chain: c.ID})
 	}
 }
@@ -242,7 +240,7 @@ func (h *hand) rename() {
 	name := h.anyChain()
 	m := h.b.object(h.family(), unix.NFT_MSG_NEWCHAIN, 0, "")
 	h.b.Attr(unix.NFTA_CHAIN_HANDLE, h.table().handles[name]...)
-	h.b.Text(unix.NFTA_CHAIN_NAME, oneOf(h.w.r, "mine", "pick-76"))
+	h.b.Text(unix.NFTA_CHAIN_NAME, oneOf(h.w.Rand, "mine", "pick-76"))
 	h.b.End(m)
 }
 
@@ -274,12 +272,12 @@ func (h *hand) set(name string) {
 // meddleOnce does something to our tables, if their owner lets others. It says whether anything changed.
 func (w *walker) meddleOnce() {
 	w.t.Helper()
-	h := &hand{w: w, c: w.content(), i: w.r.IntN(len(ipfamily.All))}
+	h := &hand{w: w, c: w.content(), i: w.IntN(len(ipfamily.All))}
 	h.b.Reset()
 	h.b.Begin()
 	var names []string
-	for range 1 + w.r.IntN(2) {
-		e := oneOf(w.r, edits...)
+	for range 1 + w.IntN(2) {
+		e := oneOf(w.Rand, edits...)
 		e.do(h)
 		names = append(names, e.name)
 	}
@@ -288,13 +286,13 @@ func (w *walker) meddleOnce() {
 	refused, err := w.other.Commit(h.b.Bytes())
 	w.must(err)
 	if len(refused) > 0 {
-		w.note("  others fail to do: %s: %v", strings.Join(names, ", "), refused[0].Errno)
-		w.count["foreign: refused"]++
+		w.Note("  others fail to do: %s: %v", strings.Join(names, ", "), refused[0].Errno)
+		w.Count["foreign: refused"]++
 		return
 	}
-	w.note("  others do: %s (%s)", strings.Join(names, ", "), h.family().NFT())
+	w.Note("  others do: %s (%s)", strings.Join(names, ", "), h.family().NFT())
 	for _, n := range names {
-		w.count["foreign: "+n]++
+		w.Count["foreign: "+n]++
 		if n == "forget affinity" {
 			clear(w.clients[h.i])
 		}
@@ -305,7 +303,7 @@ func (w *walker) meddleOnce() {
 // othersTables writes to tables that are not ours.
 func (w *walker) othersTables() {
 	w.t.Helper()
-	b := batch{tableName: oneOf(w.r, "verdict", "kube-proxy", "verdict-probe")}
+	b := batch{tableName: oneOf(w.Rand, "verdict", "kube-proxy", "verdict-probe")}
 	families := []byte{unix.NFPROTO_INET, unix.NFPROTO_ARP, unix.NFPROTO_IPV4, unix.NFPROTO_IPV6}
 	if b.tableName == "verdict" {
 		families = families[:2]
@@ -315,12 +313,12 @@ func (w *walker) othersTables() {
 	b.Begin()
 	b.End(b.object(f, unix.NFT_MSG_NEWTABLE, unix.NLM_F_CREATE, ""))
 	m := b.object(f, unix.NFT_MSG_NEWCHAIN, unix.NLM_F_CREATE, "")
-	b.Text(unix.NFTA_CHAIN_NAME, oneOf(w.r, "services", "pick-1"))
+	b.Text(unix.NFTA_CHAIN_NAME, oneOf(w.Rand, "services", "pick-1"))
 	b.End(m)
-	if w.r.IntN(3) == 0 {
+	if w.IntN(3) == 0 {
 		b.deleteTable(f)
 	}
-	family := oneOf(w.r, families...)
+	family := oneOf(w.Rand, families...)
 	for _, n := range b.messages {
 		b.Bytes()[n.start+unix.NLMSG_HDRLEN] = family
 	}
@@ -336,8 +334,8 @@ func (w *walker) mustNotChange() {
 	w.t.Helper()
 	before := w.content()
 	for range 3 {
-		e := oneOf(w.r, edits...)
-		h := &hand{w: w, c: before, i: w.r.IntN(len(ipfamily.All))}
+		e := oneOf(w.Rand, edits...)
+		h := &hand{w: w, c: before, i: w.IntN(len(ipfamily.All))}
 		h.b.Reset()
 		h.b.Begin()
 		e.do(h)

@@ -141,21 +141,6 @@ func TestRefusedInDoubt(t *testing.T) {
 	quiet(t, s.backend)
 }
 
-// TestSweepAfterRestart: a process ends between a change and the sweep that belongs to it. The next one adopts the
-// tables, and sweeps.
-func TestSweepAfterRestart(t *testing.T) {
-	w := newWalker(t, leakSeed)
-	for range 20 { // until somebody loses an endpoint
-		w.remember()
-		w.see(w.changes(3))
-		w.applyAll()
-		w.restart()
-	}
-	if w.count["clients seen"] == 0 || w.count["adopted"] == 0 {
-		t.Error("there were no clients, or nothing was adopted")
-	}
-}
-
 // TestSweepAfterCorrection: a process ends, and a sticky Service loses an endpoint that is on another node. The next
 // process corrects what belongs to that Service alone, and sends its clients elsewhere.
 func TestSweepAfterCorrection(t *testing.T) {
@@ -261,11 +246,8 @@ func TestHardToSee(t *testing.T) {
 	const slot = "9:9 . tcp . 7"
 	const stray = "a slot nobody leads to"
 	model := &s.backend.model
-	structure, err := s.backend.reader.structure(
-		ipfamily.IPv4,
-		model.Structure(ipfamily.IPv4),
-		model.Layout(ipfamily.IPv4),
-	)
+	structure, err := s.backend.reader.structure(ipfamily.IPv4, model.Structure(ipfamily.IPv4),
+		model.Layout(ipfamily.IPv4))
 	labtest.Check(t, err)
 	for name, c := range map[string]struct{ nft, found string }{
 		"a jump": {"delete element ip verdict picks { " + pick + " }\nadd element ip verdict picks { " +

@@ -11,15 +11,13 @@ import (
 
 	"github.com/verdict-proxy/verdict/internal/lab/labtest"
 	"github.com/verdict-proxy/verdict/internal/system/ipfamily"
+	"github.com/verdict-proxy/verdict/internal/system/testkit"
 	"github.com/verdict-proxy/verdict/nft"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 )
 
-var walkSyncs = flag.Int(
-	"walk.syncs",
-	0,
-	"how many transactions TestLeaks looks at; 0 means as many as everyday tests should",
-)
+var walkSyncs = flag.Int("walk.syncs", 0,
+	"how many transactions TestLeaks looks at; 0 means as many as everyday tests should")
 
 // leakSeed is no walk's.
 const leakSeed = 1 << 32
@@ -43,13 +41,8 @@ type usage struct {
 }
 
 func (u usage) String() string {
-	return fmt.Sprintf(
-		"%d goroutines, %d files, heap %d KiB, kernel %d KiB",
-		u.goroutines,
-		u.files,
-		u.heap>>10,
-		u.kernel>>10,
-	)
+	return fmt.Sprintf("%d goroutines, %d files, heap %d KiB, kernel %d KiB", u.goroutines, u.files, u.heap>>10,
+		u.kernel>>10)
 }
 
 // TestLeaks has a backend write many small transactions, with restarts, refusals, faults and foreign hands, and then
@@ -68,7 +61,7 @@ func TestLeaks(t *testing.T) {
 	} else {
 		group.Enter(t)
 	}
-	w := newWalker(t, leakSeed)
+	w := newWalker(t, testkit.NewWalk(leakSeed, nil))
 	w.usage = func() usage { return usageNow(t, group) }
 	w.leakRound(syncs / leakRounds)
 	first := w.empty(usage{})
@@ -99,9 +92,8 @@ func (u usage) within(before usage) bool {
 func (w *walker) leakRound(syncs int) {
 	w.t.Helper()
 	for range syncs {
-		w.step++
-		w.r = rand.New(rand.NewPCG(w.seed, uint64(w.step)))
-		w.faults.random = w.r
+		w.Begin(w.Step + 1)
+		w.faults.random = w.Rand
 		w.take(event{do: (*walker).sync})
 	}
 	w.settle()
@@ -109,8 +101,8 @@ func (w *walker) leakRound(syncs int) {
 
 // sync is a small change, and now and then something worse.
 func (w *walker) sync() {
-	w.note("sync")
-	switch n := w.step; {
+	w.Note("sync")
+	switch n := w.Step; {
 	case n%500 == 0, n%100 == 50:
 		w.restart()
 	case n%50 == 7:
@@ -160,7 +152,7 @@ func (w *walker) empty(before usage) (u usage) {
 	}
 	clear(w.handles[:])
 	w.renewed = true
-	w.begin(w.world.snapshot(w.r))
+	w.begin(w.world.snapshot(w.Rand))
 	w.settle()
 	return u
 }

@@ -117,7 +117,7 @@ func (o *observer) check(w *walker) {
 	if o.bad != "" {
 		w.fail("seen while it was written: %s", o.bad)
 	}
-	w.count["frontends seen by the observer"] += o.seen
+	w.Count["frontends seen by the observer"] += o.seen
 	o.seen = 0
 }
 

@@ -29,14 +29,14 @@ var events = []event{
 		w.settle()
 	}},
 	{"many changes at once", 40, func(w *walker) {
-		w.see(w.changes(2 + w.r.IntN(12)))
+		w.see(w.changes(2 + w.IntN(12)))
 		w.settle()
 	}},
 	{"outage", 40, (*walker).outage},
 	{"relist", 40, (*walker).relist},
 	{"restart", 40, (*walker).restart},
 	{"restart after changes", 30, func(w *walker) {
-		w.changes(1 + w.r.IntN(3)) // which nobody sees
+		w.changes(1 + w.IntN(3)) // which nobody sees
 		w.restart()
 	}},
 	{"faults", 160, (*walker).trouble},
@@ -56,8 +56,8 @@ var events = []event{
 	}},
 	{"clients of what goes", 30, func(w *walker) {
 		w.remember()
-		w.see(w.changes(1 + w.r.IntN(4)))
-		if w.r.IntN(2) == 0 {
+		w.see(w.changes(1 + w.IntN(4)))
+		if w.IntN(2) == 0 {
 			w.settle()
 			return
 		}
@@ -96,7 +96,7 @@ func (w *walker) choose() event {
 	for _, k := range events {
 		all += k.weight
 	}
-	n := w.r.IntN(all)
+	n := w.IntN(all)
 	for _, k := range events {
 		if n -= k.weight; n < 0 {
 			return k
@@ -108,11 +108,11 @@ func (w *walker) choose() event {
 // changes does some things to the cluster.
 func (w *walker) changes(n int) (d snapshot.Delta) {
 	for range n {
-		what, one := w.world.change(w.r)
-		w.note("  %s", what)
+		what, one := w.world.change(w.Rand)
+		w.Note("  %s", what)
 		d.Merge(one)
 	}
-	if w.burst && w.r.IntN(4) == 0 {
+	if w.burst && w.IntN(4) == 0 {
 		d.Merge(w.toggleBurst())
 	}
 	return d
@@ -125,7 +125,7 @@ func (w *walker) applyAll() {
 		if try == maxTries {
 			w.fail("tried %d times", try)
 		}
-		if w.r.IntN(3) == 0 {
+		if w.IntN(3) == 0 {
 			w.see(w.changes(1))
 		}
 	}
@@ -133,16 +133,16 @@ func (w *walker) applyAll() {
 
 // outage lets changes pile up before the backend is told of any.
 func (w *walker) outage() {
-	for range 2 + w.r.IntN(6) {
-		w.see(w.changes(1 + w.r.IntN(3)))
+	for range 2 + w.IntN(6) {
+		w.see(w.changes(1 + w.IntN(3)))
 	}
 	w.settle()
 }
 
 // relist misses changes and then sees everything again.
 func (w *walker) relist() {
-	w.changes(w.r.IntN(8)) // which nobody sees
-	w.see(w.world.relist(w.r, w.snap))
+	w.changes(w.IntN(8)) // which nobody sees
+	w.see(w.world.relist(w.Rand, w.snap))
 	w.settle()
 }
 
@@ -150,13 +150,13 @@ func (w *walker) relist() {
 func (w *walker) reopen() {
 	w.t.Helper()
 	w.must(w.backend.Close())
-	if w.options.Socket != nil && w.r.IntN(2) == 0 {
+	if w.options.Socket != nil && w.IntN(2) == 0 {
 		w.must(w.options.Socket.Close())
 		w.options.Socket = nil
 	}
 	if w.options.Socket == nil {
-		w.options = Options{Own: w.r.IntN(3) > 0}
-		if w.options.Own && w.r.IntN(2) == 0 {
+		w.options = Options{Own: w.IntN(3) > 0}
+		if w.options.Own && w.IntN(2) == 0 {
 			w.must(w.host.Do(func() (err error) {
 				w.options.Socket, err = OpenSocket()
 				return err
@@ -164,12 +164,12 @@ func (w *walker) reopen() {
 		}
 	}
 	if !w.owned() {
-		w.count["orphaned"]++
-		for range w.r.IntN(6) / 3 {
+		w.Count["orphaned"]++
+		for range w.IntN(6) / 3 {
 			w.meddleOnce()
 		}
 	}
-	w.begin(w.world.snapshot(w.r))
+	w.begin(w.world.snapshot(w.Rand))
 }
 
 // restart is reopen, and lets the process do its work.
@@ -180,13 +180,13 @@ func (w *walker) restart() {
 	w.must(err)
 	w.settle()
 	if after, err := w.eye.Generation(); err == nil && after == generation {
-		w.count["adopted"]++
+		w.Count["adopted"]++
 	}
 	switch {
 	case w.owned() && w.options.Socket != nil:
-		w.count["owned by a held socket"]++
+		w.Count["owned by a held socket"]++
 	case w.owned():
-		w.count["owned by a socket of its own"]++
+		w.Count["owned by a socket of its own"]++
 	}
 }
 
@@ -204,15 +204,15 @@ func (w *walker) owned() bool {
 
 // trouble breaks the wires, in the middle of something else.
 func (w *walker) trouble() {
-	w.see(w.changes(w.r.IntN(3)))
-	if w.r.IntN(64) == 0 {
+	w.see(w.changes(w.IntN(3)))
+	if w.IntN(64) == 0 {
 		w.see(w.toggleBurst())
 	}
-	if w.r.IntN(2) == 0 && !w.meddled {
+	if w.IntN(2) == 0 && !w.meddled {
 		w.remember()
 	}
 	owned := w.owned()
-	switch w.r.IntN(4) {
+	switch w.IntN(4) {
 	case 0:
 		if !owned {
 			w.meddleOnce()
@@ -220,27 +220,27 @@ func (w *walker) trouble() {
 	case 1:
 		w.othersTables() // so that everything is looked at
 	}
-	for range 1 + w.r.IntN(3) {
-		w.note("  %s", w.faults.arm(w.r, owned))
+	for range 1 + w.IntN(3) {
+		w.Note("  %s", w.faults.arm(w.Rand, owned))
 	}
-	if w.r.IntN(4) == 0 {
-		w.faults.dials = 1 + w.r.IntN(2)
-		w.note("  %d dials fail", w.faults.dials)
+	if w.IntN(4) == 0 {
+		w.faults.dials = 1 + w.IntN(2)
+		w.Note("  %d dials fail", w.faults.dials)
 	}
 	w.settle()
 }
 
 // small lets only short datagrams through.
 func (w *walker) small() {
-	w.see(w.changes(1 + w.r.IntN(10)))
-	if w.r.IntN(16) == 0 {
+	w.see(w.changes(1 + w.IntN(10)))
+	if w.IntN(16) == 0 {
 		w.see(w.toggleBurst())
 	}
-	w.faults.most = oneOf(w.r, 600, 2000, 8000, 30000, 100000)
-	w.note("  datagrams of %d bytes", w.faults.most)
+	w.faults.most = oneOf(w.Rand, 600, 2000, 8000, 30000, 100000)
+	w.Note("  datagrams of %d bytes", w.faults.most)
 	askForRoom(w.backend.conn)
-	if w.r.IntN(3) == 0 {
-		w.note("  %s", w.faults.arm(w.r, w.owned()))
+	if w.IntN(3) == 0 {
+		w.Note("  %s", w.faults.arm(w.Rand, w.owned()))
 	}
 	for try := 0; try < 3 && w.apply(w.planner.State()) != nil; try++ {
 	}
@@ -255,16 +255,16 @@ func (w *walker) small() {
 // kill ends the process somewhere in the middle.
 func (w *walker) kill() {
 	w.remember()
-	w.see(w.changes(1 + w.r.IntN(6)))
-	if w.r.IntN(4) == 0 {
+	w.see(w.changes(1 + w.IntN(6)))
+	if w.IntN(4) == 0 {
 		w.reopen()
 	}
-	if w.r.IntN(4) == 0 {
-		w.faults.most = oneOf(w.r, 2000, 8000, 30000)
+	if w.IntN(4) == 0 {
+		w.faults.most = oneOf(w.Rand, 2000, 8000, 30000)
 		askForRoom(w.backend.conn)
 	}
-	w.faults.left = oneOf(w.r, w.r.IntN(6), w.r.IntN(60))
-	w.note("  killed after %d calls, datagrams of %d bytes", w.faults.left, w.faults.most)
+	w.faults.left = oneOf(w.Rand, w.IntN(6), w.IntN(60))
+	w.Note("  killed after %d calls, datagrams of %d bytes", w.faults.left, w.faults.most)
 	if w.apply(w.planner.State()) == nil {
 		for range 10 {
 			if _, _, err := w.backend.Check(); err != nil {
@@ -273,7 +273,7 @@ func (w *walker) kill() {
 		}
 	}
 	if w.faults.dead {
-		w.count["killed"]++
+		w.Count["killed"]++
 	}
 	w.faults.disarm()
 	w.restart()
@@ -282,15 +282,15 @@ func (w *walker) kill() {
 // foreign lets others write to our tables.
 func (w *walker) foreign() {
 	if w.owned() {
-		w.count["owned, and others tried"]++
+		w.Count["owned, and others tried"]++
 		w.mustNotChange()
 		w.settle()
 		return
 	}
-	for range 1 + w.r.IntN(2) {
+	for range 1 + w.IntN(2) {
 		w.meddleOnce()
 	}
-	switch w.r.IntN(3) {
+	switch w.IntN(3) {
 	case 0:
 		w.see(w.changes(1))
 	case 1: // whatever they did, it is seen, if it left a trace
@@ -305,13 +305,13 @@ func (w *walker) foreign() {
 
 // nft has the program of that name write to our tables: it takes them away, or puts back what it once listed.
 func (w *walker) nft() {
-	if w.saved == "" || w.r.IntN(2) == 0 {
+	if w.saved == "" || w.IntN(2) == 0 {
 		w.saved = w.run("", "list", "ruleset")
 		w.see(w.changes(1))
 		w.settle()
 		return
 	}
-	input := oneOf(w.r, "", w.saved, w.saved)
+	input := oneOf(w.Rand, "", w.saved, w.saved)
 	if !w.nftProgram.LoadsWideUpdates() {
 		input = ""
 	}
@@ -356,11 +356,11 @@ func (w *walker) others() {
 
 // poison asks for what the kernel refuses.
 func (w *walker) poison() {
-	w.see(w.changes(w.r.IntN(3)))
+	w.see(w.changes(w.IntN(3)))
 	switch {
-	case w.r.IntN(3) == 0:
+	case w.IntN(3) == 0:
 		w.reopen()
-	case !w.owned() && w.r.IntN(3) == 0:
+	case !w.owned() && w.IntN(3) == 0:
 		w.meddleOnce()
 	}
 	bad := w.poisoned()
@@ -369,7 +369,7 @@ func (w *walker) poison() {
 		return
 	}
 	want := w.without(bad, poison)
-	w.note("  poison in %v", bad)
+	w.Note("  poison in %v", bad)
 	w.refusable = true
 	err := w.apply(want)
 	w.refusable = false
@@ -384,7 +384,7 @@ func (w *walker) poison() {
 	if !errors.As(err, &refused) {
 		w.fail("poison, and no refusal: %v", err)
 	}
-	w.count["refused"]++
+	w.Count["refused"]++
 	// There is only so much room for answers: of very many, not all are named at once.
 	few := len(bad) <= 8 && w.backend.maxElements == 0
 	if got := sortedKeys(refused.Services); !slices.Equal(got, bad) && (few || !within(got, bad)) {
@@ -394,11 +394,11 @@ func (w *walker) poison() {
 		w.settle()
 		return
 	}
-	if w.r.IntN(3) == 0 {
+	if w.IntN(3) == 0 {
 		w.poisonInSteps(bad)
 	}
 	left := w.without(bad, func(s *dataplane.Service) *dataplane.Service {
-		if w.r.IntN(3) == 0 {
+		if w.IntN(3) == 0 {
 			return nil
 		}
 		return w.acked.Services[s.Name].Within(s)
@@ -421,8 +421,8 @@ func (w *walker) poison() {
 
 // poisonInSteps asks for the same once more, in short datagrams. Those of one step are named at a time.
 func (w *walker) poisonInSteps(bad []snapshot.Name) {
-	w.note("  in steps")
-	w.faults.most = oneOf(w.r, 2000, 8000, 30000)
+	w.Note("  in steps")
+	w.faults.most = oneOf(w.Rand, 2000, 8000, 30000)
 	askForRoom(w.backend.conn)
 	for left := bad; ; {
 		w.refusable = true
@@ -438,7 +438,7 @@ func (w *walker) poisonInSteps(bad []snapshot.Name) {
 		if !errors.As(err, &refused) || !within(sortedKeys(refused.Services), left) {
 			w.fail("poisoned were %v, and it says %v", left, err)
 		}
-		w.count["refused in steps"]++
+		w.Count["refused in steps"]++
 		left = slices.DeleteFunc(slices.Clone(left), func(n snapshot.Name) bool { return refused.Services[n] != nil })
 	}
 	w.faults.disarm()
@@ -455,7 +455,7 @@ func within(names, in []snapshot.Name) bool {
 func (w *walker) poisoned() (names []snapshot.Name) {
 	st := w.planner.State()
 	for _, n := range slices.SortedFunc(maps.Keys(st.Services), snapshot.Name.Compare) {
-		if leads(st.Services[n]) && (names == nil || w.r.IntN(4) == 0) && w.r.IntN(3) > 0 {
+		if leads(st.Services[n]) && (names == nil || w.IntN(4) == 0) && w.IntN(3) > 0 {
 			names = append(names, n)
 		}
 	}
@@ -478,7 +478,7 @@ func (w *walker) without(names []snapshot.Name, other func(*dataplane.Service) *
 
 // bursts lets a few hundred Services come or go.
 func (w *walker) bursts() {
-	d := w.changes(w.r.IntN(6))
+	d := w.changes(w.IntN(6))
 	d.Merge(w.toggleBurst())
 	w.see(d)
 	w.settle()
@@ -486,13 +486,13 @@ func (w *walker) bursts() {
 
 func (w *walker) toggleBurst() snapshot.Delta {
 	w.burst = !w.burst
-	w.note("  burst %v", w.burst)
+	w.Note("  burst %v", w.burst)
 	return w.world.burst(w.burst)
 }
 
 // reconfigure has the process go by another configuration.
 func (w *walker) reconfigure() {
-	w.cfg = anyConfig(w.r)
+	w.cfg = anyConfig(w.Rand)
 	w.planner = dataplane.NewPlanner(w.cfg)
 	w.planner.Apply(w.snap, snapshot.Change{})
 	w.settle()
@@ -515,7 +515,7 @@ func (w *walker) another() {
 	before := w.content()
 	var b *Backend
 	w.must(w.host.Do(func() (err error) {
-		b, err = Open(Options{Own: w.r.IntN(2) == 0})
+		b, err = Open(Options{Own: w.IntN(2) == 0})
 		return err
 	}))
 	defer b.Close()

@@ -2,7 +2,6 @@ package kernel
 
 import (
 	"errors"
-	"flag"
 	"fmt"
 	"maps"
 	"math/rand/v2"
@@ -10,7 +9,6 @@ import (
 	"runtime"
 	"slices"
 	"strings"
-	"sync"
 	"testing"
 	"time"
 
@@ -19,15 +17,10 @@ import (
 	"github.com/verdict-proxy/verdict/internal/lab"
 	"github.com/verdict-proxy/verdict/internal/lab/labtest"
 	"github.com/verdict-proxy/verdict/internal/system/ipfamily"
+	"github.com/verdict-proxy/verdict/internal/system/testkit"
 	"github.com/verdict-proxy/verdict/nft"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
-)
-
-var (
-	walkSeed  = flag.Uint64("walk.seed", 0, "take only this walk of TestWalk; 0 means several")
-	walkFirst = flag.Uint64("walk.first", 1, "the first seed, if TestWalk takes several walks")
-	walkSteps = flag.Int("walk.steps", 0, "how many steps TestWalk takes in all; 0 means as many as everyday tests should")
 )
 
 // Each walk has walkLength steps at most: another seed gives another kind of process, so many short ones see more
@@ -38,69 +31,23 @@ const (
 	walkRace    = 500 // with the race detector
 )
 
+var walks = testkit.NewWalks("TestWalk", "walk", walkLength)
+
 // TestWalk lives through what a backend can meet with: objects come and go, the process is restarted and killed, the
 // wire breaks, the kernel refuses, others write to our tables. After each step the kernel must hold what the objects
-// ask for, and nothing else. A walk that fails is taken once more with -walk.seed.
+// ask for, and nothing else. The walks run at the same time: the kernel makes those wait whom it refuses something.
 func TestWalk(t *testing.T) {
-	all := *walkSteps
-	switch {
-	case all == 0 && raceEnabled:
-		all = walkRace
-	case all == 0:
-		all = walkDefault
+	everyday := walkDefault
+	if raceEnabled {
+		everyday = walkRace
 	}
-	total := &tally{count: map[string]int{}}
-	if *walkSeed != 0 {
-		walkOnce(t, *walkSeed, all, total)
-		return
-	}
-	start := time.Now()
-	t.Run("walks", func(t *testing.T) {
-		for seed, left := *walkFirst, all; left > 0; seed, left = seed+1, left-walkLength {
-			t.Run(fmt.Sprintf("seed=%d", seed), func(t *testing.T) {
-				t.Parallel() // the kernel makes those wait whom it refuses something
-				walkOnce(t, seed, min(left, walkLength), total)
-			})
-		}
-	})
-	for _, name := range slices.Sorted(maps.Keys(total.count)) {
-		t.Logf("%8d %s", total.count[name], name)
-	}
-	t.Logf("%d steps in %v", all, time.Since(start).Round(time.Millisecond))
-	if all < 20*walkLength {
-		return
-	}
-	for _, name := range walkMustSee() {
-		if total.count[name] == 0 {
-			t.Errorf("in %d steps there was not one %q", all, name)
-		}
-	}
-}
-
-// tally counts what happened in all walks.
-type tally struct {
-	mu    sync.Mutex
-	count map[string]int
-}
-
-func (t *tally) add(count map[string]int) {
-	t.mu.Lock()
-	defer t.mu.Unlock()
-	for name, n := range count {
-		t.count[name] += n
-	}
+	walks.Run(t, everyday, true, walkOnce, 20*walkLength, walkMustSee()...)
 }
 
 // walker is one walk.
 type walker struct {
-	t    *testing.T
-	seed uint64
-	step int
-	// r makes the choices of one step. It begins anew with each, so that what happened before has no part in them.
-	r     *rand.Rand
-	notes []string
-	count map[string]int
-
+	*testkit.Walk
+	t     *testing.T
 	host  *lab.Host
 	world *walkWorld
 	burst bool
@@ -139,19 +86,18 @@ type walker struct {
 }
 
 // walkOnce takes one walk.
-func walkOnce(t *testing.T, seed uint64, steps int, total *tally) {
-	w := newWalker(t, seed)
-	for w.step = range steps {
-		w.r = rand.New(rand.NewPCG(seed, uint64(w.step)))
-		w.faults.random = w.r
+func walkOnce(t *testing.T, walk *testkit.Walk) {
+	w := newWalker(t, walk)
+	for _, step := range w.Steps {
+		w.Begin(step)
+		w.faults.random = w.Rand
 		k := w.choose()
-		w.count[k.name]++
-		w.note("%s", k.name)
+		w.Count[k.name]++
+		w.Note("%s", k.name)
 		w.take(k)
 		w.watch.check(w)
 	}
 	w.end()
-	total.add(w.count)
 }
 
 // take takes one step.
@@ -162,10 +108,9 @@ func (w *walker) take(e event) {
 	e.do(w)
 }
 
-func newWalker(t *testing.T, seed uint64) *walker {
-	r := rand.New(rand.NewPCG(seed, 1<<63))
-	w := &walker{t: t, seed: seed, r: r, count: map[string]int{}, host: labtest.NewHost(t, labtest.NewNet(t), "node"),
-		world: newWalkWorld(r), faults: newFaults()}
+func newWalker(t *testing.T, walk *testkit.Walk) *walker {
+	w := &walker{Walk: walk, t: t, host: labtest.NewHost(t, labtest.NewNet(t), "node"),
+		world: newWalkWorld(walk.Rand), faults: newFaults()}
 	for i := range w.clients {
 		w.clients[i] = map[nft.Element]bool{}
 	}
@@ -177,8 +122,8 @@ func newWalker(t *testing.T, seed uint64) *walker {
 		}))
 	}
 	w.faults.meddle = w.meddleOnce
-	w.begin(w.world.snapshot(r))
-	if seed%4 == 1 {
+	w.begin(w.world.snapshot(w.Rand))
+	if w.Seed%4 == 1 {
 		w.watch = watchOver(w)
 	}
 	w.settle()
@@ -211,7 +156,7 @@ func (w *walker) forget() {
 // end looks whether all can be taken away.
 func (w *walker) end() {
 	for name, n := range w.faults.struck {
-		w.count["fault: "+name] += n
+		w.Count["fault: "+name] += n
 	}
 	w.must(w.backend.Remove())
 	for _, f := range ipfamily.All {
@@ -221,34 +166,14 @@ func (w *walker) end() {
 	}
 }
 
-// note adds to what is told when the walk fails.
-func (w *walker) note(format string, args ...any) {
-	if len(w.notes) > 1000 {
-		w.notes = slices.Clone(w.notes[500:])
-	}
-	text := fmt.Sprintf(format, args...)
-	w.notes = append(w.notes, fmt.Sprintf("%6d  ", w.step)+text[:min(len(text), 400)])
-}
-
-// story gives what happened in the last steps.
-func (w *walker) story() string {
-	first := fmt.Sprintf("%6d", max(w.step-20, 0))
-	at := max(slices.IndexFunc(w.notes, func(n string) bool { return n[:6] >= first }), 0)
-	return fmt.Sprintf("\nseed %d, step %d; take it again with\n  go test ./nft/kernel -run %s\n%s",
-		w.seed, w.step, w.replay(), strings.Join(w.notes[at:], "\n"))
-}
-
-// replay gives the flags that lead to the same failure.
-func (w *walker) replay() string {
-	if w.seed == leakSeed {
-		return fmt.Sprintf("TestLeaks -walk.syncs=%d", *walkSyncs)
-	}
-	return fmt.Sprintf("TestWalk -walk.seed=%d -walk.steps=%d", w.seed, w.step+1)
-}
-
+// fail ends the walk.
 func (w *walker) fail(format string, args ...any) {
 	w.t.Helper()
-	w.t.Fatalf("%s\n%s", fmt.Sprintf(format, args...), w.story())
+	w.Fail(format, args...)
+	if w.Steps == nil { // it is none of the walks
+		w.t.Fatal(w.Story(w.t.Name()))
+	}
+	w.Stop()
 }
 
 func (w *walker) must(err error) {
@@ -261,14 +186,14 @@ func (w *walker) must(err error) {
 // hang tells of a step that does not end.
 func (w *walker) hang() {
 	stacks := make([]byte, 1<<20)
-	fmt.Fprintf(os.Stderr, "a step hangs\n%s\n%s\n", w.story(), stacks[:runtime.Stack(stacks, true)])
+	fmt.Fprintf(os.Stderr, "a step hangs\n%s\n%s\n", w.Story("the same flags"), stacks[:runtime.Stack(stacks, true)])
 	os.Exit(1)
 }
 
 // begin starts a process that has seen a snapshot.
 func (w *walker) begin(s *snapshot.Snapshot) {
-	if w.cfg.NodeName == "" || w.r.IntN(3) == 0 {
-		w.cfg = anyConfig(w.r)
+	if w.cfg.NodeName == "" || w.IntN(3) == 0 {
+		w.cfg = anyConfig(w.Rand)
 	}
 	w.snap, w.planner, w.acked, w.adopted = s, dataplane.NewPlanner(w.cfg), dataplane.State{}, false
 	w.planner.Apply(w.snap, snapshot.Change{})
@@ -276,7 +201,7 @@ func (w *walker) begin(s *snapshot.Snapshot) {
 		w.backend, err = Open(w.options)
 		return err
 	}))
-	w.backend.dial, w.backend.dumpMost = w.dial, oneOf(w.r, dumpMost, 200)
+	w.backend.dial, w.backend.dumpMost = w.dial, oneOf(w.Rand, dumpMost, 200)
 	w.wrap()
 	for _, f := range ipfamily.All {
 		info, err := w.eye.table(f)
@@ -285,7 +210,7 @@ func (w *walker) begin(s *snapshot.Snapshot) {
 			w.renewed = true // a table that nobody wished to own cannot be claimed
 		}
 	}
-	w.note("begins with %+v, owns %v", w.options, w.backend.Owns())
+	w.Note("begins with %+v, owns %v", w.options, w.backend.Owns())
 }
 
 // anyConfig gives what a process may be told to be.
@@ -341,8 +266,8 @@ func (w *walker) change(want *dataplane.State) (c dataplane.Change) {
 			c.Services = append(c.Services, n)
 		}
 	}
-	if w.r.IntN(8) == 0 { // it may name those that did not change, and who was never there
-		c.Services = append(c.Services, some(w.r, slices.Collect(maps.Keys(want.Services))...)...)
+	if w.IntN(8) == 0 { // it may name those that did not change, and who was never there
+		c.Services = append(c.Services, some(w.Rand, slices.Collect(maps.Keys(want.Services))...)...)
 		c.Services = append(c.Services, snapshot.Name{Namespace: "default", Name: "nobody"})
 	}
 	slices.SortFunc(c.Services, snapshot.Name.Compare)
@@ -370,10 +295,10 @@ func (w *walker) apply(want *dataplane.State) error {
 	r, err := w.backend.Apply(want, change)
 	for part := 1; err == nil && len(r.Left) > 0; part++ { // what is in stays in
 		// A burst by small datagrams has hundreds of parts. To read all before each would take a fifth of a long walk.
-		if known = mayFail && (part < 4 || w.r.IntN(16) == 0 || *walkSteps <= walkDefault); known {
+		if known = mayFail && (part < 4 || w.IntN(16) == 0 || !walks.Long(walkDefault)); known {
 			before = w.content()
 		}
-		w.count["parts"]++
+		w.Count["parts"]++
 		w.renewed = w.renewed || r.Full
 		w.acknowledged() // a port that moves is gone for a moment
 		w.ack(want, r.Left)
@@ -385,11 +310,11 @@ func (w *walker) apply(want *dataplane.State) error {
 	// A backend that has no room for what mends a table makes it anew.
 	w.renewed = w.renewed || w.meddled || w.faults.lies > 0 || w.backend.maxElements > 0
 	if err == nil {
-		w.note("  applied %d Services: %d added, %d replaced, %d removed, full %v, adopted %v",
+		w.Note("  applied %d Services: %d added, %d replaced, %d removed, full %v, adopted %v",
 			len(change.Services), r.Added, r.Replaced,
 			r.Removed, r.Full, r.Adopted)
 		if r.Full && !w.renewed && !first {
-			w.count["made anew for larger sets"]++
+			w.Count["made anew for larger sets"]++
 			w.renewed = true
 		}
 		w.adopted = w.adopted || r.Adopted
@@ -397,7 +322,7 @@ func (w *walker) apply(want *dataplane.State) error {
 		w.acknowledged()
 		return nil
 	}
-	w.note("  %v", err)
+	w.Note("  %v", err)
 	var refused *dataplane.Refused
 	small := w.faults.most > 0 && errors.Is(err, unix.EMSGSIZE)
 	w.renewed = w.renewed || small // what could not be mended will be made anew
@@ -432,13 +357,13 @@ func (w *walker) unchanged(before content, want *dataplane.State, unclear bool) 
 	rest := now.withoutChains(&before)
 	switch d := before.difference(&now); {
 	case d == "":
-		w.count["failed: all as before"]++
+		w.Count["failed: all as before"]++
 	case w.backend.syncState != stateInSync && before.difference(&rest) == "":
-		w.count["failed: chains of the first part stay"]++
+		w.Count["failed: chains of the first part stay"]++
 	case unclear && lacking(&now, nft.List(want)) == "":
-		w.count["failed: all in"]++
+		w.Count["failed: all in"]++
 	case unclear && (w.faults.steps > 0 || w.faults.most > 0 || w.backend.maxElements > 0):
-		w.count["failed: half in"]++
+		w.Count["failed: half in"]++
 		if bad := now.incomplete(); bad != "" && before.incomplete() == "" {
 			w.fail("a transaction stopped midway, and %s", bad)
 		}
@@ -460,7 +385,7 @@ func (w *walker) settle() {
 		if found == nil {
 			break
 		}
-		w.count["found and repaired"]++
+		w.Count["found and repaired"]++
 		if !w.meddled && !w.let(found) || round == maxTries {
 			w.fail("found what nobody did: %q", found)
 		}
@@ -495,7 +420,7 @@ func (w *walker) look() []string {
 		found, again, err := w.backend.Check()
 		w.wrap()
 		if err != nil {
-			w.note("  check: %v", err)
+			w.Note("  check: %v", err)
 		}
 		switch {
 		case err != nil && failed == w.faults.harm: // each trouble makes one of them fail, perhaps not the one it strikes in
@@ -503,7 +428,7 @@ func (w *walker) look() []string {
 		case err != nil:
 			failed++
 		case found != nil:
-			w.note("  found %q", found[:min(len(found), 3)])
+			w.Note("  found %q", found[:min(len(found), 3)])
 			return found
 		case again == 0 && w.backend.sweep.left == ipfamily.Per[int]{} && w.unseen() == 0:
 			return nil

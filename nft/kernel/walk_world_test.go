@@ -29,14 +29,8 @@ const (
 )
 
 var (
-	worldHosts = []netip.Addr{
-		addr("127.0.0.1"),
-		addr("192.0.2.1"),
-		addr("192.0.2.2"),
-		addr("2001:db8::1"),
-		addr("2001:db8::2"),
-		addr("fe80::1"),
-	}
+	worldHosts = []netip.Addr{addr("127.0.0.1"), addr("192.0.2.1"), addr("192.0.2.2"), addr("2001:db8::1"),
+		addr("2001:db8::2"), addr("fe80::1")}
 	worldCIDRs = []netip.Prefix{netip.MustParsePrefix("10.96.0.0/16"), netip.MustParsePrefix("10.97.0.0/16"),
 		netip.MustParsePrefix(
 			"10.96.0.0/12",
@@ -308,10 +302,8 @@ func (w *walkWorld) burst(come bool) snapshot.Delta {
 			}}
 		s := &snapshot.Slice{Name: n, Service: n.Name, Ports: []snapshot.SlicePort{{Protocol: snapshot.TCP, Port: 80}}}
 		for e := range 3 {
-			s.Endpoints = append(
-				s.Endpoints,
-				snapshot.Endpoint{Addr: lab.Nth(lab.PodRange[0], 2000+3*i+e), Ready: true, Serving: true},
-			)
+			s.Endpoints = append(s.Endpoints,
+				snapshot.Endpoint{Addr: lab.Nth(lab.PodRange[0], 2000+3*i+e), Ready: true, Serving: true})
 		}
 		d.Slices[n] = s
 	}

@@ -65,35 +65,12 @@ func benchSnapshot(services, endpoints int) *snapshot.Snapshot {
 	return s
 }
 
-func BenchmarkCompute(b *testing.B) {
-	s := benchSnapshot(10_000, 10)
-	b.ReportAllocs()
-	for b.Loop() {
-		Compute(benchConfig, s)
-	}
-}
-
 // BenchmarkPlannerStart is the first Apply.
 func BenchmarkPlannerStart(b *testing.B) {
 	s := benchSnapshot(10_000, 10)
 	b.ReportAllocs()
 	for b.Loop() {
 		NewPlanner(benchConfig).Apply(s, snapshot.Change{Globals: true})
-	}
-}
-
-// BenchmarkApplyZone is a change that every Service must be asked about and that changes none.
-func BenchmarkApplyZone(b *testing.B) {
-	s := benchSnapshot(10_000, 10)
-	p := NewPlanner(benchConfig)
-	p.Apply(s, snapshot.Change{})
-	b.ReportAllocs()
-	for i := 0; b.Loop(); i++ {
-		node := s.Node
-		node.Zone = []string{"a", "b"}[i%2]
-		if c, _ := p.Apply(s, s.Apply(snapshot.Delta{Node: &node})); !c.Empty() {
-			b.Fatal(c)
-		}
 	}
 }
 
@@ -116,54 +93,5 @@ func BenchmarkApplyOneSlice(b *testing.B) {
 				}
 			}
 		})
-	}
-}
-
-// BenchmarkApplyOneService adds and removes one Service with a node port.
-func BenchmarkApplyOneService(b *testing.B) {
-	for _, services := range []int{1_000, 10_000, 100_000} {
-		b.Run(fmt.Sprint(services), func(b *testing.B) {
-			s := benchSnapshot(services, 10)
-			p := NewPlanner(benchConfig)
-			p.Apply(s, snapshot.Change{})
-			n := name("one")
-			there := snapshot.Delta{Services: map[snapshot.Name]*snapshot.Service{n: {
-				Name: n, ClusterIPs: addrs("172.16.0.1"), Ports: tcp80(29000),
-			}}}
-			gone := snapshot.Delta{Services: map[snapshot.Name]*snapshot.Service{n: nil}}
-			b.ReportAllocs()
-			for b.Loop() {
-				p.Apply(s, s.Apply(there))
-				if c, _ := p.Apply(s, s.Apply(gone)); len(c.Services) != 1 {
-					b.Fatal(c)
-				}
-			}
-		})
-	}
-}
-
-// BenchmarkApplyBigService replaces one slice of a Service with 5,000 endpoints in slices of 100.
-func BenchmarkApplyBigService(b *testing.B) {
-	slice := func(i, generation int) *snapshot.Slice {
-		sl := benchSlice(i, 100, generation<<8|i)
-		sl.Service, sl.Name = "big", name(fmt.Sprint("big-", i))
-		return sl
-	}
-	s := snapshot.New()
-	put(s, &snapshot.Service{Name: name("big"), ClusterIPs: addrs("172.16.0.1"), Ports: []snapshot.Port{
-		{Name: "http", Protocol: snapshot.TCP, Port: 80}}})
-	for i := range 50 {
-		put(s, slice(i, 0))
-	}
-	p := NewPlanner(benchConfig)
-	p.Apply(s, snapshot.Change{})
-	b.ReportAllocs()
-	for i := 0; b.Loop(); i++ {
-		b.StopTimer()
-		d := snapshot.Delta{Slices: map[snapshot.Name]*snapshot.Slice{name("big-7"): slice(7, i+1)}}
-		b.StartTimer()
-		if c, _ := p.Apply(s, s.Apply(d)); len(c.Services) != 1 {
-			b.Fatal(c)
-		}
 	}
 }

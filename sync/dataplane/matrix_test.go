@@ -288,9 +288,8 @@ func TestKubeProxyFlows(t *testing.T) {
 		{"internal local", LoadBalancerIP, "node", snat},
 		{"internal local", LoadBalancerIP, "outside", snat},
 	}
-	options := []Config{
-		matrixConfig(false, "cluster"), matrixConfig(true, "cluster"), matrixConfig(false, ""), matrixConfig(true, ""),
-	}
+	options := []Config{matrixConfig(false, "cluster"), matrixConfig(true, "cluster"), matrixConfig(false, ""),
+		matrixConfig(true, "")}
 	pools := map[string]string{"r1 l2": "C", "l2": "L"}
 	e := endpoints{all: "r1R l2R"}
 	for _, flow := range flows {

@@ -128,15 +128,12 @@ func TestEndpointsOfSeveralSlices(t *testing.T) {
 			sliceOf("web", "a", endpoint("10.244.9.1", "here")),
 			onPort(9090, sliceOf("web", "b", endpoint("10.244.9.1", "here"))),
 		}, "10.244.9.1:8080 10.244.9.1:9090", "10.244.9.1:8080 10.244.9.1:9090"},
-		{"ready beats terminating", []*snapshot.Slice{
-			sliceOf("web", "a", terminating), sliceOf("web", "b", endpoint("10.244.9.1", "here")),
-		}, "10.244.9.1:8080", "10.244.9.1:8080"},
-		{"unready beats terminating: the address has a new pod", []*snapshot.Slice{
-			sliceOf("web", "a", terminating), sliceOf("web", "b", unready),
-		}, "reject", "reject"},
-		{"ready beats unready", []*snapshot.Slice{
-			sliceOf("web", "a", unready), sliceOf("web", "b", endpoint("10.244.9.1", "here")),
-		}, "10.244.9.1:8080", "10.244.9.1:8080"},
+		{"ready beats terminating", []*snapshot.Slice{sliceOf("web", "a", terminating),
+			sliceOf("web", "b", endpoint("10.244.9.1", "here"))}, "10.244.9.1:8080", "10.244.9.1:8080"},
+		{"unready beats terminating: the address has a new pod", []*snapshot.Slice{sliceOf("web", "a", terminating),
+			sliceOf("web", "b", unready)}, "reject", "reject"},
+		{"ready beats unready", []*snapshot.Slice{sliceOf("web", "a", unready),
+			sliceOf("web", "b", endpoint("10.244.9.1", "here"))}, "10.244.9.1:8080", "10.244.9.1:8080"},
 		{"unready beats terminating that is published all the same", []*snapshot.Slice{
 			sliceOf("web", "a", snapshot.Endpoint{Addr: addr("10.244.9.1"), Ready: true, Terminating: true}),
 			sliceOf("web", "b", unready),
@@ -149,9 +146,8 @@ func TestEndpointsOfSeveralSlices(t *testing.T) {
 			sliceOf("web", "a", snapshot.Endpoint{Addr: addr("10.244.9.1"), Node: "here", Serving: true}),
 			sliceOf("web", "b", snapshot.Endpoint{Addr: addr("10.244.9.1"), Node: "x", Ready: true}),
 		}, "10.244.9.1:8080", "drop"},
-		{"here beats elsewhere", []*snapshot.Slice{
-			sliceOf("web", "a", endpoint("10.244.9.1", "x")), sliceOf("web", "b", endpoint("10.244.9.1", "here")),
-		}, "10.244.9.1:8080", "10.244.9.1:8080"},
+		{"here beats elsewhere", []*snapshot.Slice{sliceOf("web", "a", endpoint("10.244.9.1", "x")),
+			sliceOf("web", "b", endpoint("10.244.9.1", "here"))}, "10.244.9.1:8080", "10.244.9.1:8080"},
 		{"the other family", []*snapshot.Slice{sliceOf("web", "a", endpoint("fd00::1", "here"))}, "reject", "reject"},
 		{"a mixed slice", []*snapshot.Slice{
 			sliceOf("web", "a", endpoint("fd00::1", "here"), endpoint("10.244.9.1", "here")),

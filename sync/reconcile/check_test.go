@@ -60,9 +60,7 @@ func TestForeignChange(t *testing.T) {
 		log := noted(b)
 		var told []Transaction
 		listen(b, Listener{Written: func(tr Transaction) { told = append(told, tr) }})
-		q, _ := start(t, b)
-		q.Put(service("a"))
-		q.Synced()
+		startWith(t, b, service("a"))
 		begin := time.Now()
 		expectCalls(t, b, begin, "0:1")
 		var found []string
@@ -112,8 +110,7 @@ func TestCheckAgain(t *testing.T) {
 			}
 			return nil, 10 * time.Millisecond, nil
 		}}
-		q, _ := start(t, b)
-		q.Synced()
+		startWith(t, b)
 		begin := time.Now()
 		time.Sleep(1100 * time.Millisecond)
 		if got := b.checks(begin); got != "0 0.01 0.02 0.03 0.53 1.03" {
@@ -129,8 +126,7 @@ func TestCheckFails(t *testing.T) {
 		err := errors.New("no buffer space")
 		b := &fakeBackend{}
 		log := noted(b)
-		q, _ := start(t, b)
-		q.Synced()
+		startWith(t, b)
 		begin := time.Now()
 		synctest.Wait()
 		for range 2 {
@@ -181,8 +177,7 @@ func TestCheckAmidChanges(t *testing.T) {
 	} {
 		synctest.Test(t, func(t *testing.T) {
 			b := &fakeBackend{takes: c.takes, checkTakes: c.checkTakes}
-			q, _ := start(t, b)
-			q.Synced()
+			q := startWith(t, b)
 			for i := range 50_000 {
 				q.Put(with(string(rune('a'+i%20)), uint16(1+i)))
 				time.Sleep(100 * time.Microsecond)
@@ -218,9 +213,7 @@ func TestAdopted(t *testing.T) {
 		log := noted(b)
 		var told []Transaction
 		listen(b, Listener{Written: func(tr Transaction) { told = append(told, tr) }})
-		q, _ := start(t, b)
-		q.Put(service("a"))
-		q.Synced()
+		q := startWith(t, b, service("a"))
 		synctest.Wait()
 		if len(told) != 1 || !told[0].Adopted || told[0].Services != 1 {
 			t.Errorf("told of %+v", told)

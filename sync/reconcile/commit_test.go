@@ -10,6 +10,7 @@ import (
 	"testing/synctest"
 	"time"
 
+	"github.com/verdict-proxy/verdict/internal/system/testkit"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
@@ -112,7 +113,7 @@ func TestCommitsTellWhatIsProgrammed(t *testing.T) {
 					}
 				},
 			}}}}
-			w := &walk{Rand: rand.New(rand.NewPCG(seed, 2)), t: t, cluster: snapshot.New()}
+			w := &walk{Walk: testkit.NewWalk(seed, nil), cluster: snapshot.New()}
 			w.q, _ = start(t, b)
 			b.loop.Writer = p
 			w.q.Synced()

@@ -29,10 +29,8 @@ func TestConflictsAreSummedUp(t *testing.T) {
 				svc.ExternalIPs = append(svc.ExternalIPs, netip.AddrFrom4([4]byte{198, 18, byte((from + i) >> 8), byte(from + i)}))
 			}
 			for p := range 10 {
-				svc.Ports = append(
-					svc.Ports,
-					snapshot.Port{Name: fmt.Sprint("p", p), Protocol: snapshot.TCP, Port: uint16(1000 + p)},
-				)
+				svc.Ports = append(svc.Ports,
+					snapshot.Port{Name: fmt.Sprint("p", p), Protocol: snapshot.TCP, Port: uint16(1000 + p)})
 			}
 			q.Put(d)
 		}
@@ -68,8 +66,7 @@ func TestConflictsSayWhy(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		var log strings.Builder
 		b := &fakeBackend{loop: &Loop{Log: slog.New(slog.NewTextHandler(&log, nil))}}
-		q, _ := start(t, b)
-		q.Synced()
+		q := startWith(t, b)
 		put := func(name string, created int64, clusterIP, external string) {
 			d := service(name)
 			svc := d.Services[nameOf(name)]

@@ -156,9 +156,7 @@ func TestQuarantine(t *testing.T) {
 		}})
 		var hooked []*dataplane.Refused
 		listen(b, Listener{Quarantined: func(r *dataplane.Refused) { hooked = append(hooked, r) }})
-		q, _ := start(t, b)
-		q.Put(merged(with("a", 80), with("x", poison), with("c", 80), with("w", poison)))
-		q.Synced()
+		startWith(t, b, merged(with("a", 80), with("x", poison), with("c", 80), with("w", poison)))
 		begin := time.Now()
 		expectCalls(t, b, begin, "0:failed 0:2")
 		list := b.loop.Quarantined()
@@ -185,9 +183,7 @@ func TestQuarantine(t *testing.T) {
 func TestRounds(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		b := &fakeBackend{judge: refusesPoison(1)}
-		q, _ := start(t, b)
-		q.Put(with("a", 80))
-		q.Synced()
+		q := startWith(t, b, with("a", 80))
 		time.Sleep(time.Second)
 		q.Put(merged(with("a", 80, 81), with("x", poison), with("y", poison), with("z", poison)))
 		expectCalls(t, b, time.Now(), "0:failed 0:failed 0:failed 0:1")
@@ -201,9 +197,7 @@ func TestRounds(t *testing.T) {
 func TestLastGood(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		b := &fakeBackend{judge: refusesPoison(99)}
-		q, _ := start(t, b)
-		q.Put(merged(with("a", 80), with("x", 80), endpoint("x", "10.1.0.1")))
-		q.Synced()
+		q := startWith(t, b, merged(with("a", 80), with("x", 80), endpoint("x", "10.1.0.1")))
 		synctest.Wait()
 		good := b.kernel.Services[nameOf("x")]
 		time.Sleep(time.Second)
@@ -292,9 +286,7 @@ func TestTrials(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		b := &fakeBackend{judge: refusesPoison(99)}
 		log := noted(b)
-		q, _ := start(t, b)
-		q.Put(merged(with("a", 80), with("x", poison)))
-		q.Synced()
+		startWith(t, b, merged(with("a", 80), with("x", poison)))
 		begin, want, at := time.Now(), "0:failed 0:1", 0.0
 		for wait := 1.0; at+min(wait, 300) < 3600; wait *= 2 {
 			at += min(wait, 300)
@@ -326,9 +318,7 @@ func TestChangeIsTriedAtOnce(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		b := &fakeBackend{judge: refusesPoison(99)}
 		log := noted(b)
-		q, _ := start(t, b)
-		q.Put(merged(with("a", 80), with("x", poison)))
-		q.Synced()
+		q := startWith(t, b, merged(with("a", 80), with("x", poison)))
 		time.Sleep(100 * time.Second) // tried after 1, 3, 7, 15, 31 and 63 seconds; next after 127
 		b.set(func() { b.applied = nil })
 		log.take()
@@ -365,9 +355,7 @@ func TestQuarantinedIsDeleted(t *testing.T) {
 	for _, ports := range [][]uint16{{80}, {poison}} {
 		synctest.Test(t, func(t *testing.T) {
 			b := &fakeBackend{judge: refusesPoison(99)}
-			q, _ := start(t, b)
-			q.Put(merged(with("a", 80), with("x", ports...)))
-			q.Synced()
+			q := startWith(t, b, merged(with("a", 80), with("x", ports...)))
 			synctest.Wait()
 			q.Put(with("x", 80, poison))
 			synctest.Wait()
@@ -394,9 +382,7 @@ func TestQuarantinedIsDeleted(t *testing.T) {
 func TestOldestAcknowledged(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		b := &fakeBackend{judge: refusesPoison(99)}
-		q, _ := start(t, b)
-		q.Put(merged(with("a", 80), with("x", 80), endpoint("x", "10.1.0.1")))
-		q.Synced()
+		q := startWith(t, b, merged(with("a", 80), with("x", 80), endpoint("x", "10.1.0.1")))
 		synctest.Wait()
 		good := b.kernel.Services[nameOf("x")]
 		time.Sleep(time.Second)
@@ -426,9 +412,7 @@ func TestUnansweredTrial(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		refuse := refusesPoison(99)
 		b := &fakeBackend{judge: refuse}
-		q, _ := start(t, b)
-		q.Put(merged(with("a", 80), with("x", poison)))
-		q.Synced()
+		q := startWith(t, b, merged(with("a", 80), with("x", poison)))
 		begin := time.Now()
 		synctest.Wait()
 		b.set(func() {
@@ -457,23 +441,22 @@ func TestUnansweredTrial(t *testing.T) {
 	})
 }
 
+// refusesX refuses a Service of that name, whatever it is.
+func refusesX(st *dataplane.State) error {
+	if st.Services[nameOf("x")] == nil {
+		return nil
+	}
+	return &dataplane.Refused{Services: map[snapshot.Name]error{nameOf("x"): errPoison}}
+}
+
 // TestGiveUp says that a Service of which the kernel refuses even what it took before is in nobody's way.
 func TestGiveUp(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		b := &fakeBackend{}
 		log := noted(b)
-		q, _ := start(t, b)
-		q.Put(merged(with("a", 80), with("x", 80)))
-		q.Synced()
+		q := startWith(t, b, merged(with("a", 80), with("x", 80)))
 		time.Sleep(time.Second)
-		b.set(func() {
-			b.judge = func(st *dataplane.State) error {
-				if st.Services[nameOf("x")] == nil {
-					return nil
-				}
-				return &dataplane.Refused{Services: map[snapshot.Name]error{nameOf("x"): errPoison}}
-			}
-		})
+		b.set(func() { b.judge = refusesX })
 		begin := time.Now()
 		q.Put(with("x", 80, 81))
 		expectCalls(t, b, begin, "0:failed 0:failed 0:1")
@@ -485,14 +468,7 @@ func TestGiveUp(t *testing.T) {
 		b.set(func() { b.judge = nil })
 		time.Sleep(2 * time.Second)
 		expectCalls(t, b, begin, "1:2")
-		b.set(func() {
-			b.judge = func(st *dataplane.State) error {
-				if st.Services[nameOf("x")] == nil {
-					return nil
-				}
-				return &dataplane.Refused{Services: map[snapshot.Name]error{nameOf("x"): errPoison}}
-			}
-		})
+		b.set(func() { b.judge = refusesX })
 		q.Put(with("a", 80, 81))
 		expectCalls(t, b, begin, "2:failed 2:1")
 	})
@@ -523,9 +499,7 @@ func TestNoProgress(t *testing.T) {
 func TestEndIsRefused(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		b := &fakeBackend{}
-		q, _ := start(t, b)
-		q.Put(merged(with("a", 80), with("x", 80)))
-		q.Synced()
+		q := startWith(t, b, merged(with("a", 80), with("x", 80)))
 		synctest.Wait()
 		time.Sleep(time.Second)
 		begin := time.Now()

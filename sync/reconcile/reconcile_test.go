@@ -218,6 +218,17 @@ func start(t *testing.T, b *fakeBackend) (*snapshot.Queue, context.CancelFunc) {
 	return q, cancel
 }
 
+// startWith is start for a queue that was told everything.
+func startWith(t *testing.T, b *fakeBackend, told ...snapshot.Delta) *snapshot.Queue {
+	t.Helper()
+	q, _ := start(t, b)
+	for _, d := range told {
+		q.Put(d)
+	}
+	q.Synced()
+	return q
+}
+
 func TestNothingBeforeSync(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		b := &fakeBackend{}
@@ -240,8 +251,7 @@ func TestNothingBeforeSync(t *testing.T) {
 func TestFirstWriteEvenIfEmpty(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		b := &fakeBackend{}
-		q, _ := start(t, b)
-		q.Synced()
+		startWith(t, b)
 		synctest.Wait()
 		if c := b.calls(); len(c) != 1 {
 			t.Fatalf("%+v; want one transaction", c)
@@ -395,8 +405,7 @@ func TestRefusal(t *testing.T) {
 func TestBurst(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		b := &fakeBackend{takes: 10 * time.Millisecond}
-		q, _ := start(t, b)
-		q.Synced()
+		q := startWith(t, b)
 		time.Sleep(time.Second)
 		begin := time.Now()
 		for i := range 1000 {

@@ -58,8 +58,7 @@ func TestBackendAsksForRest(t *testing.T) {
 		var least atomic.Int64
 		b := &fakeBackend{receipt: dataplane.Receipt{Rest: 4 * time.Second}, loop: &Loop{
 			Log: slog.New(slog.DiscardHandler), LeastRest: func() time.Duration { return time.Duration(least.Load()) }}}
-		q, _ := start(t, b)
-		q.Synced()
+		q := startWith(t, b)
 		time.Sleep(time.Minute)
 		for _, c := range []struct{ configured, want time.Duration }{
 			{0, 4 * time.Second}, {time.Second, time.Second}, {time.Minute, time.Minute},
@@ -84,9 +83,7 @@ func TestBackendAsksForRest(t *testing.T) {
 func TestOtherConfig(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		b := &fakeBackend{}
-		q, _ := start(t, b)
-		q.Put(service("a"))
-		q.Synced()
+		q := startWith(t, b, service("a"))
 		synctest.Wait()
 		b.loop.Planner.SetConfig(dataplane.Config{MasqueradeAll: true})
 		q.Notify()

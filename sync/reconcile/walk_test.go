@@ -12,6 +12,7 @@ import (
 	"testing/synctest"
 	"time"
 
+	"github.com/verdict-proxy/verdict/internal/system/testkit"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
@@ -19,8 +20,7 @@ import (
 // walk is a cluster that changes at random, over a kernel that refuses at random. Names, addresses and ports are few,
 // so that Services take keys from each other all the time.
 type walk struct {
-	*rand.Rand
-	t *testing.T
+	*testkit.Walk
 	b *fakeBackend
 	q *snapshot.Queue
 	// cluster is what the queue was told of.
@@ -29,12 +29,7 @@ type walk struct {
 	harmless bool
 	// kernel makes the kernel's choices.
 	kernel *rand.Rand
-	met
 }
-
-// met counts what the walk is about: refusals by name, trials without an answer, quarantined Services that were kept
-// as they were acknowledged, those that had to give way to others, and those that got no scheduler.
-type met struct{ refused, unanswered, kept, cut, unscheduled int }
 
 var walkNames = []string{"a", "b", "c", "d", "e"}
 
@@ -99,20 +94,20 @@ func (w *walk) judge(st *dataplane.State) error {
 	for n, a := range w.b.loop.want.quarantined {
 		switch svc := st.Services[n]; {
 		case a.trial && w.kernel.IntN(8) == 0:
-			w.unanswered++
+			w.Count["unanswered"]++
 			return errors.New("no memory, perhaps because of one on trial")
 		case a.trial || svc == nil:
 		case svc == w.b.kernel.Services[n]:
-			w.kept++
+			w.Count["kept"]++
 		default:
-			w.cut++
+			w.Count["cut"]++
 		}
 	}
 	if w.kernel.IntN(6) == 0 {
 		return errors.New("no memory")
 	}
 	if err := refusesLC(st); err != nil {
-		w.unscheduled++
+		w.Count["unscheduled"]++
 		return err
 	}
 	r := &dataplane.Refused{Services: map[snapshot.Name]error{}}
@@ -124,16 +119,14 @@ func (w *walk) judge(st *dataplane.State) error {
 	if len(r.Services) == 0 {
 		return nil
 	}
-	w.refused++
+	w.Count["refused"]++
 	return errors.Join(errors.New("other words"), r)
 }
 
 // byLC says whether a Service asks for the scheduler that the kernel has not got.
 func byLC(svc *dataplane.Service) bool {
-	return slices.ContainsFunc(
-		svc.Ports,
-		func(sp *dataplane.ServicePort) bool { return sp.Scheduling != nil && sp.Scheduling.Scheduler == "lc" },
-	)
+	return slices.ContainsFunc(svc.Ports,
+		func(sp *dataplane.ServicePort) bool { return sp.Scheduling != nil && sp.Scheduling.Scheduler == "lc" })
 }
 
 // refusesLC is an IPVS without that scheduler.
@@ -164,68 +157,73 @@ func (w *walk) look() ([]string, time.Duration, error) {
 }
 
 // settled says what the kernel has when all that can be is in: all but the refused ones, of which it has what it took.
-func (w *walk) settled(what string) {
+func (w *walk) settled() {
 	synctest.Wait()
-	quarantined := w.b.loop.Quarantined()
 	poisonous, unscheduled := 0, 0
 	for n, svc := range w.b.loop.Planner.State().Services {
-		if !poisoned(svc) {
-			if byLC(svc) {
-				unscheduled++
-				svc = svc.Unscheduled()
-			}
-			if !reflect.DeepEqual(w.b.kernel.Services[n], svc) {
-				w.t.Fatalf("%s: the kernel does not have %v", what, n)
+		held := w.b.kernel.Services[n]
+		if poisoned(svc) {
+			if poisonous++; held != nil && poisoned(held) {
+				w.Fail("the kernel has %v", n)
 			}
 			continue
 		}
-		poisonous++
-		if held := w.b.kernel.Services[n]; held != nil && poisoned(held) {
-			w.t.Fatalf("%s: the kernel has %v", what, n)
+		if byLC(svc) {
+			unscheduled++
+			svc = svc.Unscheduled()
+		}
+		if !reflect.DeepEqual(held, svc) {
+			w.Fail("the kernel does not have %v", n)
 		}
 	}
-	if len(quarantined) != poisonous {
-		w.t.Fatalf("%s: %d Services are quarantined; want %d", what, len(quarantined), poisonous)
+	if n := len(w.b.loop.Quarantined()); n != poisonous {
+		w.Fail("%d Services are quarantined; want %d", n, poisonous)
 	}
 	if n := len(w.b.loop.Unscheduled()); n != unscheduled {
-		w.t.Fatalf("%s: %d Services lack their scheduler; want %d", what, n, unscheduled)
+		w.Fail("%d Services lack their scheduler; want %d", n, unscheduled)
 	}
 }
+
+const walkLength = 200
+
+var walks = testkit.NewWalks("TestWalk", "walk", walkLength)
 
 // TestWalk says that whatever the kernel refuses in between, it comes to hold all that it can be brought to take, and
 // in the end what the cluster asks for. What every single State and Change must be, the backend says.
 func TestWalk(t *testing.T) {
-	sum := met{}
-	for seed := range uint64(40) {
+	walks.Run(t, 40*walkLength, false, func(t *testing.T, one *testkit.Walk) {
 		synctest.Test(t, func(t *testing.T) {
-			w := &walk{Rand: rand.New(rand.NewPCG(seed, 7)), kernel: rand.New(rand.NewPCG(seed, 8)), t: t, b: &fakeBackend{},
-				cluster: snapshot.New()}
+			w := &walk{Walk: one, kernel: rand.New(rand.NewPCG(one.Seed, 8)), b: &fakeBackend{}, cluster: snapshot.New()}
 			w.b.judge, w.b.look = w.judge, w.look
-			w.b.takes = time.Duration(seed%3) * time.Millisecond
+			w.b.takes = time.Duration(w.Seed%3) * time.Millisecond
 			w.q, _ = start(t, w.b)
 			w.q.Synced()
-			for range 5 {
-				for range 40 {
-					w.put(w.delta())
-					w.b.loop.Quarantined() // the race detector has a word on that
-					time.Sleep(time.Duration(w.IntN(int(time.Second))) >> w.IntN(12))
+			for _, step := range w.Steps {
+				w.Begin(step)
+				w.put(w.delta())
+				w.b.loop.Quarantined() // the race detector has a word on that
+				time.Sleep(time.Duration(w.IntN(int(time.Second))) >> w.IntN(12))
+				if step%40 == 39 {
+					w.calm()
 				}
-				// Words of trouble are not random any more, for long enough that one try gets through.
-				w.b.set(func() {
-					w.b.judge = func(st *dataplane.State) error { return cmp.Or(refusesLC(st), refusesPoison(1)(st)) }
-				})
-				time.Sleep(maxRetry + time.Second)
-				w.settled(fmt.Sprintf("seed %d", seed))
-				w.b.set(func() { w.b.judge = w.judge })
+				if w.Failure != "" {
+					return
+				}
 			}
-			w.end(seed%2 == 0)
-			sum.refused, sum.unanswered = sum.refused+w.refused, sum.unanswered+w.unanswered
-			sum.kept, sum.cut, sum.unscheduled = sum.kept+w.kept, sum.cut+w.cut, sum.unscheduled+w.unscheduled
+			w.Begin(testkit.End)
+			w.end(w.Seed%2 == 0)
 		})
-	}
-	if sum.refused < 1000 || sum.unanswered < 100 || sum.kept < 500 || sum.cut < 100 || sum.unscheduled < 500 {
-		t.Errorf("the walk met too little: %+v", sum)
-	}
+	}, 40*walkLength, "refused", "unanswered", "kept", "cut", "unscheduled")
+}
+
+// calm ends what is random about the kernel, for long enough that one try gets through.
+func (w *walk) calm() {
+	w.b.set(func() {
+		w.b.judge = func(st *dataplane.State) error { return cmp.Or(refusesLC(st), refusesPoison(1)(st)) }
+	})
+	time.Sleep(maxRetry + time.Second)
+	w.settled()
+	w.b.set(func() { w.b.judge = w.judge })
 }
 
 // end takes away what the kernel has against the cluster: because the Services change, or because the kernel does.
@@ -244,9 +242,9 @@ func (w *walk) end(change bool) {
 	synctest.Wait()
 	want, _ := dataplane.Compute(w.b.loop.Planner.Config(), w.cluster)
 	if !reflect.DeepEqual(&w.b.kernel, want) || w.b.loop.Quarantined() != nil || w.b.loop.Unscheduled() != nil {
-		w.t.Errorf("the kernel has %+v; want %+v; quarantined: %v", w.b.kernel, want, w.b.loop.Quarantined())
+		w.Fail("the kernel has %+v; want %+v; quarantined: %v", w.b.kernel, want, w.b.loop.Quarantined())
 	}
 	if w.b.loop.want.state.Services != nil || len(w.b.loop.want.acknowledgedAs) > 0 {
-		w.t.Error("the loop holds on to what is acknowledged")
+		w.Fail("the loop holds on to what is acknowledged")
 	}
 }

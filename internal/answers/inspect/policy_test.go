@@ -3,7 +3,6 @@ package inspect
 import (
 	"net/netip"
 	"os"
-	"path/filepath"
 	"reflect"
 	"strings"
 	"testing"
@@ -15,15 +14,6 @@ import (
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
-
-// configFile writes a configuration file of kube-proxy's.
-func configFile(t *testing.T, text string) string {
-	t.Helper()
-	path := filepath.Join(t.TempDir(), "config.conf")
-	labtest.Check(t, os.WriteFile(path,
-		[]byte("apiVersion: kubeproxy.config.k8s.io/v1alpha1\nkind: KubeProxyConfiguration\n"+text), 0o644))
-	return path
-}
 
 func parsePolicy(t *testing.T, args ...string) (dataplane.Config, error) {
 	t.Helper()
@@ -49,7 +39,7 @@ func TestPolicyFlags(t *testing.T) {
 	want = dataplane.Config{NodeName: "n", MasqueradeAll: true, IPVS: ipvs, SecondChance: snapshot.SecondChanceOff,
 		RejectUnusedPorts: true,
 		DetectLocal:       dataplane.DetectLocal{ClusterCIDRs: []netip.Prefix{netip.MustParsePrefix("10.9.0.0/16")}}}
-	file := configFile(t,
+	file := labtest.ConfigFile(t,
 		"mode: nftables\nclusterCIDR: 10.0.0.0/8\nnftables: {masqueradeAll: true}\nhostnameOverride: file\n")
 	got, err := parsePolicy(t, "--config", file, "--hostname-override=N", "--cluster-cidr=10.9.0.0/16",
 		"--iptables-localhost-nodeports=false", "--second-chance=off", "--ping-services=false")

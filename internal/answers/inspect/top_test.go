@@ -191,12 +191,9 @@ func TestTopRates(t *testing.T) {
 		}
 		got = append(got, line)
 	}
-	want := []string{
-		"team/web-0:http 10.0 20 2: 10.128.0.1 10.0 20 10.128.0.0 0.0 0",
+	want := []string{"team/web-0:http 10.0 20 2: 10.128.0.1 10.0 20 10.128.0.0 0.0 0",
 		"team/web-1:http 5.0 10 2: 10.128.0.2 3.0 6 10.128.0.3 2.0 4",
-		"team/web-2:http 0.0 0 2: 10.128.0.4 0.0 0 10.128.0.5 0.0 0",
-		"team/web-3:http 0.0 0 2:",
-	}
+		"team/web-2:http 0.0 0 2: 10.128.0.4 0.0 0 10.128.0.5 0.0 0", "team/web-3:http 0.0 0 2:"}
 	if !slices.Equal(got, want) {
 		t.Errorf("got\n%s\nwant\n%s", strings.Join(got, "\n"), strings.Join(want, "\n"))
 	}

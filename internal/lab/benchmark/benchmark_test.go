@@ -119,11 +119,8 @@ func TestCold(t *testing.T) {
 		}
 	}
 	if r.SlowestFloor < r.Seconds.Commit/20 {
-		t.Errorf(
-			"the kernel took %v s, and %v s for the same bytes alone: they can't be the same",
-			r.Seconds.Commit,
-			r.SlowestFloor,
-		)
+		t.Errorf("the kernel took %v s, and %v s for the same bytes alone: they can't be the same", r.Seconds.Commit,
+			r.SlowestFloor)
 	}
 	if r.Rounds != 3 || r.Seconds.Commit > r.Slowest.Total || r.Floor > r.SlowestFloor || r.Slowest.Total > 600 {
 		t.Errorf("%+v", r)
@@ -135,9 +132,7 @@ func TestCold(t *testing.T) {
 		inSeconds(r.Seconds.Compile),
 		inSeconds(r.Seconds.Encode),
 		inSeconds(r.Seconds.Commit),
-		inSeconds(
-			r.Seconds.Total,
-		),
+		inSeconds(r.Seconds.Total),
 		inSeconds(r.Floor),
 		inSeconds(r.SlowestFloor),
 		units.Bytes(r.RSS),
@@ -205,14 +200,8 @@ func TestRestart(t *testing.T) {
 	if r.Rounds != 3 || r.Changed != 5 || r.Corrected.Elements != 4*5 {
 		t.Errorf("%+v", r)
 	}
-	printed(
-		t,
-		r,
-		inSeconds(r.Adopted.Seconds),
-		inSeconds(r.Corrected.Seconds),
-		inSeconds(r.Corrected.Slowest),
-		"5 Services changed",
-	)
+	printed(t, r, inSeconds(r.Adopted.Seconds), inSeconds(r.Corrected.Seconds), inSeconds(r.Corrected.Slowest),
+		"5 Services changed")
 }
 
 func TestChurn(t *testing.T) {

@@ -14,6 +14,7 @@ import (
 
 	"github.com/verdict-proxy/verdict/internal/lab/labtest"
 	"github.com/verdict-proxy/verdict/internal/system/logging"
+	"github.com/verdict-proxy/verdict/internal/system/testkit"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 	"github.com/verdict-proxy/verdict/sync/reconcile"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
@@ -83,10 +84,8 @@ func giant(name string, n, externalIPs, ports, endpoints int) snapshot.Delta {
 		sl.Ports = append(sl.Ports, snapshot.SlicePort{Name: p, Protocol: snapshot.TCP, Port: uint16(8000 + i)})
 	}
 	for i := range endpoints {
-		sl.Endpoints = append(
-			sl.Endpoints,
-			snapshot.Endpoint{Addr: addr(firstNewcomer + 1<<21 + uint32(i)), Ready: true, Serving: true},
-		)
+		sl.Endpoints = append(sl.Endpoints,
+			snapshot.Endpoint{Addr: addr(firstNewcomer + 1<<21 + uint32(i)), Ready: true, Serving: true})
 	}
 	return snapshot.Delta{
 		Services: map[snapshot.Name]*snapshot.Service{svc.Name: svc},
@@ -202,19 +201,14 @@ func runVictims(t testing.TB, attack func(int) snapshot.Delta, changes int) []vi
 				time.Sleep(20 * time.Millisecond)
 			}
 		})
-		time.Sleep(time.Second)
+		time.Sleep(time.Second) // the attack has debts by then
 	}
 	random := rand.New(rand.NewPCG(1, 2))
 	for range changes {
 		v.change(random.IntN(services))
 		time.Sleep(20*time.Millisecond + time.Duration(random.IntN(int(4*time.Millisecond))))
 	}
-	for end := time.Now().Add(time.Minute); v.left() > 0 && time.Now().Before(end); {
-		time.Sleep(10 * time.Millisecond)
-	}
-	if n := v.left(); n > 0 {
-		t.Errorf("%d changes of victims are not in force after a minute", n)
-	}
+	testkit.Eventually(t, time.Minute, "all changes of victims in force", func() bool { return v.left() == 0 })
 	cancel()
 	group.Wait()
 	if lines := strings.Count(log.String(), "\n"); lines > 300 || log.Len() > lines*1000 {

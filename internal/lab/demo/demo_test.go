@@ -72,9 +72,7 @@ func TestDemo(t *testing.T) {
 			shown)
 	}
 	story, ruleset, _ := strings.Cut(shown, "\ntable ip verdict {")
-	for _, want := range []string{
-		"web answers whoever asks", "elements: ", "pod-2 drains", "refused, ", "silence",
-	} {
+	for _, want := range []string{"web answers whoever asks", "elements: ", "pod-2 drains", "refused, ", "silence"} {
 		if !strings.Contains(story, want) {
 			t.Errorf("the demo does not show %q", want)
 		}

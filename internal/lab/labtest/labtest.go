@@ -4,6 +4,7 @@ package labtest
 import (
 	"fmt"
 	"os"
+	"path/filepath"
 	"testing"
 
 	"github.com/verdict-proxy/verdict/internal/lab"
@@ -62,4 +63,13 @@ func Check(t testing.TB, err error) {
 	if err != nil {
 		t.Fatal(err)
 	}
+}
+
+// ConfigFile writes a configuration file of kube-proxy's with some fields.
+func ConfigFile(t testing.TB, fields string) (path string) {
+	t.Helper()
+	path = filepath.Join(t.TempDir(), "config.conf")
+	text := "apiVersion: kubeproxy.config.k8s.io/v1alpha1\nkind: KubeProxyConfiguration\n" + fields
+	Check(t, os.WriteFile(path, []byte(text), 0o644))
+	return path
 }

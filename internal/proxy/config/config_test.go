@@ -494,12 +494,9 @@ iptables: {masqueradeAll: true}
 	for _, c := range now.Changes(before) {
 		got = append(got, c.String()+" ("+[...]string{"live", "restart", "never"}[c.Effect]+")")
 	}
-	want := []string{
-		`hostnameOverride: other, was "" (restart)`, "iptables.masqueradeAll: true, was false (never)",
+	want := []string{`hostnameOverride: other, was "" (restart)`, "iptables.masqueradeAll: true, was false (never)",
 		"clusterCIDR: 10.0.0.0/9, was 10.0.0.0/8 (live)", "conntrack.min: 5, was 131072 (live)",
-		"configSyncPeriod: 1m0s, was 15m0s (never)",
-		"VerdictConfiguration.keeper: none, was auto (restart)",
-	}
+		"configSyncPeriod: 1m0s, was 15m0s (never)", "VerdictConfiguration.keeper: none, was auto (restart)"}
 	if !slices.Equal(got, want) {
 		t.Errorf("got %s\nwant %s", strings.Join(got, "\n"), strings.Join(want, "\n"))
 	}

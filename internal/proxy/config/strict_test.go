@@ -58,11 +58,9 @@ func TestNull(t *testing.T) {
 		head+"mode: nftables\nnftables: {minSyncPeriod: null, syncPeriod: ~, masqueradeAll: null}\nclusterCIDR: null\n"+
 			"conntrack: {tcpEstablishedTimeout: null, udpTimeout: null}\n",
 	)
-	want := []string{
-		"f:4: nftables.minSyncPeriod: null is not a duration such as 30s or 1h30m; the default is used, 0s",
+	want := []string{"f:4: nftables.minSyncPeriod: null is not a duration such as 30s or 1h30m; the default is used, 0s",
 		"f:4: nftables.syncPeriod: null is not a duration such as 30s or 1h30m; the default is used, 30s",
-		"f:6: conntrack.udpTimeout: null is not a duration such as 30s or 1h30m; the default is used, 0s",
-	}
+		"f:6: conntrack.udpTimeout: null is not a duration such as 30s or 1h30m; the default is used, 0s"}
 	slices.Sort(said)
 	slices.Sort(want)
 	if !slices.Equal(said, want) {

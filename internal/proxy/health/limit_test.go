@@ -1,19 +1,13 @@
 package health
 
 import (
-	"context"
 	"errors"
 	"fmt"
-	"io"
-	"log/slog"
 	"net"
 	"net/http"
 	"net/netip"
-	"os"
-	"os/exec"
 	"strings"
 	"sync/atomic"
-	"syscall"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -21,103 +15,6 @@ import (
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
-
-// envLimited has this test program run as a process with few descriptors.
-const envLimited = "HEALTH_TEST_LIMITED"
-
-// TestFewDescriptors is about a process that may have 128 descriptors, and 400 slow connections to each of its
-// servers: each of them answers whoever asks properly, and there are descriptors left for the rest.
-func TestFewDescriptors(t *testing.T) {
-	if os.Getenv(envLimited) != "" {
-		serveFew(t)
-		return
-	}
-	cmd := exec.Command("/proc/self/exe", "-test.run=^TestFewDescriptors$", "-test.v")
-	cmd.Env = append(os.Environ(), envLimited+"=1")
-	in, err := cmd.StdinPipe()
-	must(t, err)
-	out, err := cmd.StdoutPipe()
-	must(t, err)
-	must(t, cmd.Start())
-	defer cmd.Wait()
-	defer in.Close()
-	var addrs [3]string
-	if _, err := fmt.Fscanf(skipTo(out, "at "), "%s %s %s", &addrs[0], &addrs[1], &addrs[2]); err != nil {
-		t.Fatal(err)
-	}
-	for _, addr := range addrs {
-		for i := range 400 {
-			c, err := net.Dial("tcp", addr)
-			must(t, err)
-			defer c.Close()
-			if i%2 == 0 {
-				_, _ = c.Write([]byte("GET /livez HTTP/1.1\r\nHost: x\r\n"))
-			}
-		}
-	}
-	client := http.Client{Timeout: 20 * time.Second, Transport: &http.Transport{DisableKeepAlives: true}}
-	for _, addr := range addrs {
-		for range 5 {
-			resp, err := client.Get("http://" + addr)
-			if err != nil {
-				t.Fatal(err)
-			}
-			body, _ := io.ReadAll(resp.Body)
-			resp.Body.Close()
-			if n, err := fmt.Sscanf(string(body), "left %d", new(int)); n != 1 || string(body) == "left 0" {
-				t.Errorf("%s: %q, %v", addr, body, err)
-			}
-		}
-	}
-}
-
-// skipTo reads until after a text.
-func skipTo(r io.Reader, text string) io.Reader {
-	b := make([]byte, 1)
-	for seen := ""; !strings.HasSuffix(seen, text); seen += string(b) {
-		if _, err := r.Read(b); err != nil {
-			break
-		}
-	}
-	return r
-}
-
-func must(t *testing.T, err error) {
-	t.Helper()
-	if err != nil {
-		t.Fatal(err)
-	}
-}
-
-// serveFew has three servers whose answers say how many descriptors are left. It ends with its standard input.
-func serveFew(t *testing.T) {
-	must(t, syscall.Setrlimit(syscall.RLIMIT_NOFILE, &syscall.Rlimit{Cur: 128, Max: 128}))
-	left := http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
-		n := 0
-		for ; n < 30; n++ {
-			f, err := os.Open("/dev/null")
-			if err != nil {
-				break
-			}
-			defer f.Close()
-		}
-		fmt.Fprintf(w, "left %d", n)
-	})
-	addrs := make(chan string, 3)
-	for range 3 {
-		s := &Server{Name: "x", Addr: "127.0.0.1:0", Handler: left, Log: slog.New(slog.DiscardHandler),
-			Listen: func(network, at string) (net.Listener, error) {
-				l, err := net.Listen(network, at)
-				if err == nil {
-					addrs <- l.Addr().String()
-				}
-				return l, err
-			}}
-		go s.Run(t.Context())
-	}
-	fmt.Println("at", <-addrs, <-addrs, <-addrs)
-	_, _ = io.Copy(io.Discard, os.Stdin)
-}
 
 // TestRoom: whoever has most connections loses the oldest of them.
 func TestRoom(t *testing.T) {
@@ -173,9 +70,7 @@ func tooManyNodePorts(t *testing.T) {
 	n := &NodePorts{Healthy: func() bool { return true }, Listen: sockets.listen,
 		Config: dataplane.Config{NodePortAddresses: []netip.Prefix{netip.MustParsePrefix("0.0.0.0/0")}},
 		Limits: Limits{Ports: 2, PortConnections: 4}, Report: func(e *ListenError) { failed = append(failed, e) }}
-	ctx, cancel := context.WithCancel(t.Context())
-	ended := make(chan error)
-	go func() { ended <- n.Run(ctx) }()
+	_, stop := running(t, n)
 	s := snapshot.New()
 	var names []snapshot.Name
 	for i := range 3 {
@@ -199,6 +94,5 @@ func tooManyNodePorts(t *testing.T) {
 	if now := strings.Split(sockets.list(), ", "); len(now) != 2 || now[0] == open[0] {
 		t.Errorf("open are %q, were %q", now, open)
 	}
-	cancel()
-	must(t, <-ended)
+	stop()
 }

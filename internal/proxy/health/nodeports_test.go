@@ -19,6 +19,7 @@ import (
 
 	"github.com/verdict-proxy/verdict/internal/lab"
 	"github.com/verdict-proxy/verdict/internal/lab/labtest"
+	"github.com/verdict-proxy/verdict/internal/system/testkit"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
@@ -124,6 +125,22 @@ func (s *fakeSockets) set(change func()) {
 	change()
 }
 
+// running has ports follow the deltas that apply gets, from nothing on, until they are stopped.
+func running(t *testing.T, ports *NodePorts) (apply func(...snapshot.Delta), stop func()) {
+	ctx, cancel := context.WithCancel(t.Context())
+	ended := make(chan error)
+	go func() { ended <- ports.Run(ctx) }()
+	snap := snapshot.New()
+	apply = func(deltas ...snapshot.Delta) {
+		var d snapshot.Delta
+		for i := range deltas {
+			d.Merge(deltas[i])
+		}
+		ports.InSync(snap, snap.Apply(d))
+	}
+	return apply, func() { cancel(); labtest.Check(t, <-ended) }
+}
+
 // TestPortsOpenAndClose follows Services and addresses, with a fake host.
 func TestPortsOpenAndClose(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
@@ -133,17 +150,7 @@ func TestPortsOpenAndClose(t *testing.T) {
 			Config: dataplane.Config{NodeName: "here"}, Healthy: func() bool { return true }, Listen: host.listen,
 			Report: func(e *ListenError) { reports = append(reports, e.Error()) },
 		}
-		ctx, cancel := context.WithCancel(t.Context())
-		ended := make(chan struct{})
-		go func() { ports.Run(ctx); close(ended) }()
-		snap := snapshot.New()
-		apply := func(deltas ...snapshot.Delta) {
-			var d snapshot.Delta
-			for i := range deltas {
-				d.Merge(deltas[i])
-			}
-			ports.InSync(snap, snap.Apply(d))
-		}
+		apply, stop := running(t, ports)
 		expect := func(what, want string) {
 			t.Helper()
 			if got := host.list(); got != want {
@@ -208,8 +215,7 @@ func TestPortsOpenAndClose(t *testing.T) {
 		if len(reports) != 1 || !strings.Contains(reports[0], "default/d: socket is gone") {
 			t.Errorf("reported %q", reports)
 		}
-		cancel()
-		<-ended
+		stop()
 		if got := host.list(); got != "" {
 			t.Errorf("at the end open are %q", got)
 		}
@@ -235,12 +241,8 @@ func TestOnePortOfTwoServices(t *testing.T) {
 			Listen: host.listen,
 			Report: func(*ListenError) { reports++ },
 		}
-		ctx, cancel := context.WithCancel(t.Context())
-		ended := make(chan struct{})
-		go func() { ports.Run(ctx); close(ended) }()
-		defer func() { cancel(); <-ended }()
-		snap := snapshot.New()
-		apply := func(d snapshot.Delta) { ports.InSync(snap, snap.Apply(d)) }
+		apply, stop := running(t, ports)
+		defer stop()
 		apply(addrDelta("192.0.2.1"))
 		apply(service("a", 30100, "10.96.0.1"))
 		synctest.Wait()
@@ -316,26 +318,11 @@ func TestPortsAnswer(t *testing.T) {
 			return l, errors.Join(h.Do(func() error { l, err = net.Listen(network, addr); return err }))
 		},
 	}
-	ctx, cancel := context.WithCancel(t.Context())
-	ended := make(chan struct{})
-	go func() { ports.Run(ctx); close(ended) }()
-	snap := snapshot.New()
-	apply := func(deltas ...snapshot.Delta) {
-		var d snapshot.Delta
-		for i := range deltas {
-			d.Merge(deltas[i])
-		}
-		ports.InSync(snap, snap.Apply(d))
-	}
+	apply, stop := running(t, ports)
 	c := client(h)
-	apply(
-		addrDelta("127.0.0.1 ::1"),
-		service("web", 30100, "10.96.0.1 fd00::1"),
-		endpoints("web", "10.1.0.1 10.1.0.2 -10.1.0.3 fd00:1::1"),
-	)
-	for open := 0; open != 2; open, _ = ports.Ports() {
-		time.Sleep(time.Millisecond)
-	}
+	apply(addrDelta("127.0.0.1 ::1"), service("web", 30100, "10.96.0.1 fd00::1"),
+		endpoints("web", "10.1.0.1 10.1.0.2 -10.1.0.3 fd00:1::1"))
+	testkit.Eventually(t, time.Minute, "two open ports", func() bool { open, _ := ports.Ports(); return open == 2 })
 	for _, test := range []struct {
 		what    string
 		delta   snapshot.Delta
@@ -377,8 +364,7 @@ func TestPortsAnswer(t *testing.T) {
 			}
 		}
 	}
-	cancel()
-	<-ended
+	stop()
 	if _, err := c.Get("http://127.0.0.1:30100"); !errors.Is(err, syscall.ECONNREFUSED) {
 		t.Errorf("after the end: %v", err)
 	}

@@ -66,19 +66,13 @@ func TestIPVS(t *testing.T) {
 	var keys []dataplane.Key
 	for _, a := range []string{"10.96.0.1", "192.0.2.1"} {
 		keys = append(keys, dataplane.Key{Addr: addr(a), Protocol: snapshot.TCP, Port: 80})
-		sp.Frontends = append(
-			sp.Frontends,
-			dataplane.Frontend{Key: keys[len(keys)-1], Routes: []dataplane.Route{{Pool: pool}}},
-		)
+		sp.Frontends = append(sp.Frontends,
+			dataplane.Frontend{Key: keys[len(keys)-1], Routes: []dataplane.Route{{Pool: pool}}})
 	}
 	w.apply(t, true)
 	w.reader.locked(func() {
-		w.reader.ledger.replace(
-			[]*dataplane.Service{nil},
-			[]*dataplane.Service{{Name: n, Ports: []*dataplane.ServicePort{sp}}},
-			false,
-			1,
-		)
+		w.reader.ledger.replace([]*dataplane.Service{nil},
+			[]*dataplane.Service{{Name: n, Ports: []*dataplane.ServicePort{sp}}}, false, 1)
 		w.reader.ledger.ports[port].shown = true
 	})
 	read := func() (s ipvsSample) {
@@ -144,12 +138,8 @@ func TestIPVS(t *testing.T) {
 		t.Error("no error")
 	}
 	w.reader.locked(func() {
-		w.reader.ledger.replace(
-			[]*dataplane.Service{{Name: n, Ports: []*dataplane.ServicePort{sp}}},
-			[]*dataplane.Service{nil},
-			false,
-			2,
-		)
+		w.reader.ledger.replace([]*dataplane.Service{{Name: n, Ports: []*dataplane.ServicePort{sp}}},
+			[]*dataplane.Service{nil}, false, 2)
 	})
 	f.broken = nil
 	if s := read(); s.Connections != 0 || len(w.reader.scheduled.ports) != 0 {

@@ -136,11 +136,8 @@ func (y tally) dial(t testing.TB, from *lab.Host, number, times int) {
 	t.Helper()
 	for i := range times {
 		f := i % 2
-		r := from.Dial(
-			snapshot.TCP,
-			netip.AddrPortFrom(lab.Nth(lab.ServiceRange[f], number), atPort),
-			lab.Options{Timeout: 5 * time.Second},
-		)
+		r := from.Dial(snapshot.TCP, netip.AddrPortFrom(lab.Nth(lab.ServiceRange[f], number), atPort),
+			lab.Options{Timeout: 5 * time.Second})
 		name := fmt.Sprintf("s%d", number)
 		switch r.Outcome {
 		case lab.Answered:

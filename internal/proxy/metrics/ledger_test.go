@@ -324,11 +324,8 @@ type randomCluster struct {
 }
 
 func newRandomCluster(seed uint64) *randomCluster {
-	c := &randomCluster{
-		rand.New(rand.NewPCG(seed, 8)),
-		snapshot.New(),
-		dataplane.NewPlanner(dataplane.Config{NodeName: "n1"}),
-	}
+	c := &randomCluster{rand.New(rand.NewPCG(seed, 8)), snapshot.New(),
+		dataplane.NewPlanner(dataplane.Config{NodeName: "n1"})}
 	addrs := []netip.Addr{addr("192.0.2.1"), addr("2001:db8::1")}
 	c.snap.Apply(snapshot.Delta{HostAddrs: &addrs, Node: &snapshot.Node{Name: "n1", Addresses: addrs}})
 	return c
@@ -458,10 +455,8 @@ func walk(t *testing.T, seed uint64) {
 
 // connectSome has clients come to some frontends.
 func (k *fakeKernel) connectSome(r *rand.Rand, times int) {
-	keys := slices.SortedFunc(
-		maps.Keys(k.frontends),
-		func(a, b dataplane.Counted) int { return strings.Compare(fmt.Sprint(a), fmt.Sprint(b)) },
-	)
+	keys := slices.SortedFunc(maps.Keys(k.frontends),
+		func(a, b dataplane.Counted) int { return strings.Compare(fmt.Sprint(a), fmt.Sprint(b)) })
 	for range times {
 		if len(keys) > 0 {
 			k.connect(r, keys[r.IntN(len(keys))], 1+r.IntN(5))

@@ -229,14 +229,8 @@ func TestNames(t *testing.T) {
 			f.GetName() == "promhttp_metric_handler_errors_total" {
 			continue // these are the library's
 		}
-		fmt.Fprintf(
-			&b,
-			"%s{%s} %s\n\t%s\n",
-			f.GetName(),
-			strings.Join(labelsOf(f), ","),
-			strings.ToLower(f.GetType().String()),
-			f.GetHelp(),
-		)
+		fmt.Fprintf(&b, "%s{%s} %s\n\t%s\n", f.GetName(), strings.Join(labelsOf(f), ","),
+			strings.ToLower(f.GetType().String()), f.GetHelp())
 	}
 	golden := filepath.Join("testdata", "names.txt")
 	if *update {
@@ -249,11 +243,8 @@ func TestNames(t *testing.T) {
 		t.Fatal(err)
 	}
 	if b.String() != string(want) {
-		t.Errorf(
-			"the metrics are others than in %s; if they should be, run go test -update and read the difference:\n%s",
-			golden,
-			b.String(),
-		)
+		t.Errorf("the metrics are others than in %s; if they should be, run go test -update and read the difference:\n%s",
+			golden, b.String())
 	}
 }
 
@@ -286,10 +277,8 @@ func series(t testing.TB, w *world, prefix string) (out []string) {
 			if h := m.Histogram; h != nil {
 				value = fmt.Sprintf("%d in %.3g", h.GetSampleCount(), h.GetSampleSum())
 			}
-			out = append(
-				out,
-				fmt.Sprintf("%s{%s} %s", strings.TrimPrefix(f.GetName(), prefix), strings.Join(labels, ","), value),
-			)
+			out = append(out,
+				fmt.Sprintf("%s{%s} %s", strings.TrimPrefix(f.GetName(), prefix), strings.Join(labels, ","), value))
 		}
 	}
 	return out

@@ -3,6 +3,7 @@ package node
 import (
 	"errors"
 	"fmt"
+	"math/rand/v2"
 	"net/netip"
 	"os"
 	"path/filepath"
@@ -10,7 +11,6 @@ import (
 	"strconv"
 	"strings"
 	"sync"
-	"sync/atomic"
 	"syscall"
 	"testing"
 	"time"
@@ -318,17 +318,21 @@ func TestWrongEjections(t *testing.T) {
 					all.Go(func() { from.Dial(snapshot.TCP, n.web(ipfamily.IPv4), lab.Options{Timeout: 6 * time.Second}) })
 				}
 			}
-			opened, failed, stop := n.keepDialing(n.Pods[0], c.dialers)
-			time.Sleep(8 * time.Second)
-			testkit.Eventually(t, 30*time.Second, "1000 connections", func() bool { return opened.Load() >= 1000 },
+			traffic := labtest.Traffic{Patience: 15 * time.Second, Target: func(*rand.Rand) (snapshot.Protocol, netip.AddrPort) {
+				return snapshot.TCP, n.web(ipfamily.IPv4)
+			}}
+			for range c.dialers {
+				traffic.Open(n.Pods[0], 1)
+			}
+			time.Sleep(8 * time.Second) // as long as it takes to believe in evidence
+			testkit.Eventually(t, 30*time.Second, "1000 connections", func() bool { return traffic.Dials.Load() >= 1000 },
 				n.log.String)
-			stop()
+			traffic.Stop()
 			all.Wait()
-			t.Logf("%d connections, %d failed, %v probes so far", opened.Load(), failed.Load(),
-				n.metric("verdict_probes_total"))
-			sum := n.metric("verdict_ejections_total")
-			if sum > 0 || failed.Load() > opened.Load()/100 {
-				t.Errorf("%v wrong ejections, %d connections, %d failed", sum, opened.Load(), failed.Load())
+			t.Logf("%v; %v probes so far", &traffic, n.metric("verdict_probes_total"))
+			sum, failed := n.metric("verdict_ejections_total"), int64(traffic.Failures())
+			if sum > 0 || failed > traffic.Dials.Load()/100 {
+				t.Errorf("%v wrong ejections, %v", sum, &traffic)
 			}
 		})
 	}
@@ -409,29 +413,4 @@ func (n *shopNode) tryPolicy(c policyCase) {
 	if sum := n.metric("verdict_ejections_total"); sum > 0 || c.pause < time.Second && len(by) != 3 {
 		n.t.Errorf("%+v: %v ejections; answered: %v", c, sum, by)
 	}
-}
-
-// keepDialing opens connections until stop is called.
-func (n *shopNode) keepDialing(from *lab.Host, dialers int) (opened, failed *atomic.Int64, stop func()) {
-	opened, failed = &atomic.Int64{}, &atomic.Int64{}
-	done := make(chan struct{})
-	var all sync.WaitGroup
-	for range dialers {
-		all.Go(func() {
-			for {
-				select {
-				case <-done:
-					return
-				default:
-				}
-				r := from.Dial(snapshot.TCP, n.web(ipfamily.IPv4), lab.Options{Timeout: 15 * time.Second})
-				if r.Outcome == lab.Answered {
-					opened.Add(1)
-				} else {
-					failed.Add(1)
-				}
-			}
-		})
-	}
-	return opened, failed, func() { close(done); all.Wait() }
 }

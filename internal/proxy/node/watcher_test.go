@@ -45,15 +45,6 @@ func hostFiles(t *testing.T, missing ...string) sysctl.Host {
 	return sysctl.Host{Root: root}
 }
 
-// configFile writes a configuration file of kube-proxy's.
-func configFile(t *testing.T, text string) string {
-	t.Helper()
-	path := filepath.Join(t.TempDir(), "config.conf")
-	text = "apiVersion: kubeproxy.config.k8s.io/v1alpha1\nkind: KubeProxyConfiguration\n" + text
-	labtest.Check(t, os.WriteFile(path, []byte(text), 0o644))
-	return path
-}
-
 func loadConfig(t *testing.T, path string) (*config.Settings, []*config.Problem) {
 	t.Helper()
 	s, problems, err := config.Load(path, nil, nil)
@@ -102,7 +93,7 @@ func TestSetSysctls(t *testing.T) {
 
 // TestInitOnly: the sysctls are set and told, and nothing else happens.
 func TestInitOnly(t *testing.T) {
-	s, problems := loadConfig(t, configFile(t, "mode: nftables\nconntrack: {tcpBeLiberal: true}\n"))
+	s, problems := loadConfig(t, labtest.ConfigFile(t, "mode: nftables\nconntrack: {tcpBeLiberal: true}\n"))
 	var out bytes.Buffer
 	host := hostFiles(t)
 	labtest.Check(t, InitOnly(host, s, problems, &out))
@@ -219,7 +210,7 @@ type reloading struct {
 // followFile begins with a file of that text, and follows it until the test ends.
 func followFile(t *testing.T, text string) *reloading {
 	t.Helper()
-	r := &reloading{t: t, path: configFile(t, text), said: &logBuffer{}}
+	r := &reloading{t: t, path: labtest.ConfigFile(t, text), said: &logBuffer{}}
 	s, problems := loadConfig(t, r.path)
 	w := newConfigWatcher(&config.Flags{Config: r.path}, s, problems, newLogger(r.said, s.Log))
 	w.host = hostFiles(t)
@@ -236,7 +227,7 @@ func followFile(t *testing.T, text string) *reloading {
 // edit replaces the file as an editor does.
 func (r *reloading) edit(text string) {
 	r.t.Helper()
-	labtest.Check(r.t, os.Rename(configFile(r.t, text), r.path))
+	labtest.Check(r.t, os.Rename(labtest.ConfigFile(r.t, text), r.path))
 }
 
 // expect waits for a tuning, if one is wanted, and for what is to be said; then the log is empty.
@@ -249,14 +240,9 @@ func (r *reloading) expect(tuned bool, said ...string) (got configUpdate) {
 			r.t.Fatalf("nothing takes effect; it says\n%s", r.said.String())
 		}
 	}
-	deadline := time.Now().Add(time.Minute)
 	for _, text := range said {
-		for !strings.Contains(r.said.String(), text) {
-			if time.Now().After(deadline) {
-				r.t.Fatalf("it does not say %q, but\n%s", text, r.said.String())
-			}
-			time.Sleep(time.Millisecond)
-		}
+		testkit.Eventually(r.t, time.Minute, text, func() bool { return strings.Contains(r.said.String(), text) },
+			r.said.String)
 	}
 	r.said.Reset()
 	return got
@@ -300,7 +286,7 @@ func TestReload(t *testing.T) {
 	r.expect(false, `level=ERROR msg="failed to read the configuration file; its last good version stays in force" err="`+
 		r.path+":", "not valid YAML")
 	r.edit(good)
-	time.Sleep(200 * time.Millisecond)
+	time.Sleep(200 * time.Millisecond) // what must not be said has no moment at which to look
 	if said := r.said.String(); strings.Contains(said, "ERROR") {
 		t.Errorf("it is said twice:\n%s", said)
 	}

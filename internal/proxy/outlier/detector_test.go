@@ -198,6 +198,14 @@ func (w *world) saw(n int, unanswered, refused uint64) {
 		Unanswered: e.Unanswered + unanswered, Refused: e.Refused + refused}
 }
 
+// sees adds the same evidence again and again, ten times a second.
+func (w *world) sees(times, n int, unanswered, refused uint64) {
+	for range times {
+		w.saw(n, unanswered, refused)
+		time.Sleep(100 * time.Millisecond)
+	}
+}
+
 func (w *world) set(n int, o Outcome) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
@@ -272,7 +280,6 @@ func TestEjects(t *testing.T) {
 		saw := time.Now()
 		w.saw(1, 8, 0)
 		time.Sleep(2 * time.Second)
-		synctest.Wait()
 		w.want("dead", 1)
 		at := w.deletions(1)
 		if saw.Sub(died) > 2*time.Second || len(at) != 2 ||
@@ -294,7 +301,6 @@ func TestEjects(t *testing.T) {
 		}
 		w.set(1, Accepted)
 		time.Sleep(3 * time.Second)
-		synctest.Wait()
 		w.want("back")
 		if s := w.detector.Stats(); s.Ejections != [2]uint64{1, 0} || s.FlowsDeleted != 2 || s.Ejected != [2]int{} {
 			t.Errorf("%+v", s)
@@ -334,7 +340,6 @@ func TestDoesNotEject(t *testing.T) {
 					for range 600 {
 						w.saw(1, 5, 5)
 						time.Sleep(100 * time.Millisecond)
-						synctest.Wait()
 						w.want("suspected")
 					}
 					if w.probed(1) == 0 {
@@ -357,7 +362,6 @@ func TestSilentToAll(t *testing.T) {
 		w.known = false
 		w.die(1, Silent)
 		told := func() bool {
-			synctest.Wait()
 			w.want("doubted")
 			w.mu.Lock()
 			defer w.mu.Unlock()
@@ -393,11 +397,7 @@ func TestStopped(t *testing.T) {
 				w.busy(port("shop", 1, 2))
 				w.die(1, Rejected)
 				stop(w)
-				for range 600 {
-					w.saw(1, 1, 1)
-					time.Sleep(100 * time.Millisecond)
-				}
-				synctest.Wait()
+				w.sees(600, 1, 1, 1)
 				w.want("a policy forbids")
 			})
 		})
@@ -423,7 +423,6 @@ func TestOtherServices(t *testing.T) {
 				Unanswered: uint64(time.Now().UnixNano())}
 			w.mu.Unlock()
 		}
-		synctest.Wait()
 		w.want("by another Service's clients")
 		w.mu.Lock()
 		if h := w.health[other.Name.Service]; h == nil || len(h.Unhealthy) != 1 {
@@ -432,7 +431,6 @@ func TestOtherServices(t *testing.T) {
 		w.mu.Unlock()
 		w.saw(1, 1, 0)
 		time.Sleep(2 * time.Second)
-		synctest.Wait()
 		w.want("by its own clients", 1)
 		for _, name := range []string{"shop/web", "aaa/web"} {
 			if !strings.Contains(w.log.String(), `msg="ejected an endpoint: unanswered" service=`+name) && name == "shop/web" {
@@ -450,19 +448,15 @@ func TestTrial(t *testing.T) {
 		time.Sleep(1100 * time.Millisecond)
 		w.saw(1, 1, 0)
 		time.Sleep(3 * time.Second)
-		synctest.Wait()
 		w.want("ejected", 1)
 		time.Sleep(trialFirst)
-		synctest.Wait()
 		w.want("after the trial")
 		time.Sleep(1100 * time.Millisecond)
 		w.saw(1, 1, 0)
 		time.Sleep(3 * time.Second)
-		synctest.Wait()
 		w.want("ejected again", 1)
 		w.answers(1, true)
 		time.Sleep(time.Second)
-		synctest.Wait()
 		w.want("back with the first answer")
 	})
 }
@@ -483,7 +477,6 @@ func TestChoosesAgain(t *testing.T) {
 				Frontend: frontendKey})
 			w.mu.Unlock()
 		}
-		synctest.Wait()
 		w.want("doubted")
 		if n := w.detector.Stats().FlowsDeleted; n < 3 || n > 12 {
 			t.Errorf("%d flows were deleted", n)
@@ -497,11 +490,7 @@ func TestRefusedByPolicy(t *testing.T) {
 	run(t, func(w *world) {
 		w.busy(port("shop", 1, 2))
 		w.set(1, Rejected)
-		for range 30 {
-			w.saw(1, 0, 1)
-			time.Sleep(100 * time.Millisecond)
-		}
-		synctest.Wait()
+		w.sees(30, 1, 0, 1)
 		w.want("refuses some")
 		w.mu.Lock()
 		if h := w.health[shop]; h == nil || len(h.Unhealthy) != 1 || h.Unhealthy[0].Cause != snapshot.Refused {
@@ -561,11 +550,7 @@ func TestAllDead(t *testing.T) {
 	run(t, func(w *world) {
 		w.busy(port("shop", 1))
 		w.die(1, Rejected)
-		for range 30 {
-			w.saw(1, 1, 1)
-			time.Sleep(100 * time.Millisecond)
-		}
-		synctest.Wait()
+		w.sees(30, 1, 1, 1)
 		w.want("the only one")
 		if len(w.deleted) > 0 {
 			t.Errorf("flows were deleted: %v", w.deleted)
@@ -614,7 +599,6 @@ func TestFollowsServices(t *testing.T) {
 		time.Sleep(time.Second)
 		w.saw(1, 0, 1)
 		time.Sleep(time.Second)
-		synctest.Wait()
 		w.want("refusing", 1)
 		w.saw(7, 9, 9)
 		time.Sleep(time.Second)
@@ -624,7 +608,6 @@ func TestFollowsServices(t *testing.T) {
 		}
 		w.commit(port("shop", 2, 3))
 		time.Sleep(time.Second)
-		synctest.Wait()
 		w.want("left")
 		probes := w.probed(1)
 		time.Sleep(time.Minute)
@@ -637,11 +620,9 @@ func TestFollowsServices(t *testing.T) {
 		time.Sleep(1100 * time.Millisecond)
 		w.saw(2, 0, 1)
 		time.Sleep(500 * time.Millisecond)
-		synctest.Wait()
 		w.want("refusing", 2)
 		w.commit(nil)
 		time.Sleep(time.Second)
-		synctest.Wait()
 		w.want("no Service")
 		if d := w.detector; len(d.machine.tracks)+len(d.services.byName)+len(d.put) > 0 || d.services.watched != 0 {
 			t.Errorf("left are %v, %v, %v", d.machine.tracks, d.services, d.put)

@@ -1,13 +1,10 @@
 package takeover
 
 import (
-	"context"
 	"fmt"
 	"math/rand/v2"
 	"net/netip"
 	"strings"
-	"sync"
-	"sync/atomic"
 	"testing"
 	"time"
 
@@ -30,14 +27,7 @@ type world struct {
 	t     testing.TB
 	state *dataplane.State
 
-	// patience is how long a client waits, for more than one answer that is late.
-	patience     time.Duration
-	dials, pings atomic.Int64
-	// stalls are when nobody could answer; excused counts who then waited in vain.
-	stalls   *labtest.Stalls
-	excused  atomic.Int64
-	mu       sync.Mutex
-	failures []string
+	traffic labtest.Traffic
 }
 
 const (
@@ -48,8 +38,9 @@ const (
 )
 
 func newWorld(t testing.TB) *world {
-	w := &world{Cluster: labtest.NewCluster(t, lab.Config{LocalPods: 2, RemotePods: 1}), t: t,
-		patience: 500 * time.Millisecond, stalls: labtest.WatchStalls(t)}
+	w := &world{Cluster: labtest.NewCluster(t, lab.Config{LocalPods: 2, RemotePods: 1}), t: t}
+	w.traffic.Stalls = labtest.WatchStalls(t)
+	w.wait(500 * time.Millisecond)
 	for _, p := range w.endpoints() {
 		for _, protocol := range []snapshot.Protocol{snapshot.TCP, snapshot.UDP} {
 			_, err := p.Serve(protocol, worldTarget)
@@ -282,12 +273,6 @@ var modes = map[string]func(*world){
 	"nftables": func(w *world) { labtest.Run(w.t, w.Node, w.nftablesMode(), "nft", "-f", "-") },
 }
 
-func (w *world) fail(format string, args ...any) {
-	w.mu.Lock()
-	defer w.mu.Unlock()
-	w.failures = append(w.failures, time.Now().Format("05.000 ")+fmt.Sprintf(format, args...))
-}
-
 func (w *world) clients() []*lab.Host { return []*lab.Host{w.Outside, w.Pods[0], w.Node} }
 
 // targets are all the ways to a Service.
@@ -304,77 +289,30 @@ func (w *world) targets() []netip.AddrPort {
 	return list
 }
 
-// failSince reports what did not work, unless nobody came because the machine was busy: that may happen to one in a
-// hundred. It says whether it was reported.
-func (w *world) failSince(start time.Time, r lab.Result, format string, args ...any) bool {
-	if r.Outcome == lab.TimedOut && w.stalls.Since(start) && w.excused.Add(1) <= 10+(w.dials.Load()+w.pings.Load())/100 {
-		return false
-	}
-	w.fail(format, args...)
-	return true
+// wait says how long a client waits for a new connection; over one that it holds, more than one answer may be late.
+func (w *world) wait(patience time.Duration) {
+	w.traffic.Patience, w.traffic.HeldPatience = patience, 2*patience
 }
 
-// dial opens new connections until ctx ends: every one must be answered.
-func (w *world) dial(ctx context.Context, from *lab.Host, random *rand.Rand) {
+// begin has clients of all kinds at work until stop is called, which says how they fared. Half of the connections that
+// they hold last for so long, the others for all the time.
+func (w *world) begin(lifetime time.Duration) (stop func()) {
 	targets := w.targets()
-	for ctx.Err() == nil {
+	w.traffic.Target = func(random *rand.Rand) (snapshot.Protocol, netip.AddrPort) {
 		to := targets[random.IntN(len(targets))]
-		p := []snapshot.Protocol{snapshot.TCP, snapshot.UDP}[random.IntN(2)]
-		start := time.Now()
-		if r := from.Dial(p, to, lab.Options{Timeout: w.patience}); r.Outcome != lab.Answered {
-			w.failSince(start, r, "%s to %s %s: %v", from.Name, to, p, r)
-		}
-		w.dials.Add(1)
+		return []snapshot.Protocol{snapshot.TCP, snapshot.UDP}[random.IntN(2)], to
 	}
-}
-
-// hold keeps a connection for so long, and another one after that, until ctx ends. Each must answer all the time.
-func (w *world) hold(ctx context.Context, from *lab.Host, to netip.AddrPort, lifetime time.Duration) {
-	for ctx.Err() == nil {
-		start := time.Now()
-		c, r := from.Open(snapshot.TCP, to, lab.Options{Timeout: 2 * w.patience})
-		if c == nil {
-			if w.failSince(start, r, "%s to %s: %v", from.Name, to, r) {
-				return
-			}
-			continue
-		}
-		for end := time.Now().Add(lifetime); ctx.Err() == nil && time.Now().Before(end); time.Sleep(5 * time.Millisecond) {
-			start := time.Now()
-			if r := c.Ping(2 * w.patience); r.Outcome != lab.Answered {
-				w.failSince(start, r, "connection of %s to %s: %v", from.Name, to, r)
-				break
-			}
-			w.pings.Add(1)
-		}
-		c.Close()
-	}
-}
-
-// traffic has clients of all kinds at work until stop is called, which says how they fared.
-func (w *world) traffic(lifetime time.Duration) (stop func()) {
-	ctx, cancel := context.WithCancel(context.Background())
-	var clients sync.WaitGroup
 	for n, from := range w.clients() {
-		clients.Go(func() { w.dial(ctx, from, rand.New(rand.NewPCG(uint64(n), 1))) })
-		for k, to := range w.targets() {
-			life := time.Hour
-			if (n+k)%2 == 0 {
-				life = lifetime
-			}
-			clients.Go(func() { w.hold(ctx, from, to, life) })
+		w.traffic.Open(from, uint64(n))
+		for k, to := range targets {
+			w.traffic.Hold(from, to, []time.Duration{lifetime, time.Hour}[(n+k)%2], 5*time.Millisecond)
 		}
 	}
 	return func() {
 		w.t.Helper()
-		cancel()
-		clients.Wait()
-		w.t.Logf("%d connections opened, %d pings over held ones, %d failures, %d late since the machine was busy",
-			w.dials.Load(),
-			w.pings.Load(), len(w.failures), w.excused.Load())
-		if n := len(w.failures); n > 0 {
-			w.t.Errorf("%d failures, such as:\n%s", n, strings.Join(w.failures[:min(n, 10)], "\n"))
-		}
+		w.traffic.Stop()
+		w.t.Log(&w.traffic)
+		w.traffic.Check(w.t)
 	}
 }
 
@@ -387,7 +325,7 @@ func TestNoConnectionIsLost(t *testing.T) {
 			random := rand.New(rand.NewPCG(5, 5))
 			rest := func() { time.Sleep(time.Duration(random.IntN(60)) * time.Millisecond) }
 			program(w)
-			stop := w.traffic(400 * time.Millisecond)
+			stop := w.begin(400 * time.Millisecond)
 			time.Sleep(200 * time.Millisecond)
 			for range *rounds {
 				b := w.verdict()

@@ -333,9 +333,9 @@ table %[1]s filter {
 func TestIPVSNoConnectionIsLost(t *testing.T) {
 	needIPVS(t, labtest.NewHost(t, labtest.NewNet(t), "probe"))
 	w := newWorld(t)
-	w.patience = 5 * time.Second // a machine that is emulated
+	w.wait(5 * time.Second) // a machine that is emulated
 	w.ipvsMode()
-	stop := w.traffic(2 * time.Second)
+	stop := w.begin(2 * time.Second)
 	time.Sleep(time.Second)
 	for range 3 {
 		b := w.verdict()
@@ -376,7 +376,7 @@ func TestIPVSNoConnectionIsLost(t *testing.T) {
 func (w *world) beginsAtOwnAddress() {
 	w.t.Helper()
 	for _, to := range w.targets() {
-		c, r := w.Node.Open(snapshot.TCP, to, lab.Options{Timeout: w.patience})
+		c, r := w.Node.Open(snapshot.TCP, to, lab.Options{Timeout: w.traffic.Patience})
 		if c == nil {
 			w.t.Errorf("node to %s: %v", to, r)
 			continue

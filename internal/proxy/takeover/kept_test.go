@@ -15,6 +15,7 @@ import (
 	"github.com/verdict-proxy/verdict/internal/lab"
 	"github.com/verdict-proxy/verdict/internal/lab/labtest"
 	"github.com/verdict-proxy/verdict/internal/system/ipfamily"
+	"github.com/verdict-proxy/verdict/internal/system/testkit"
 )
 
 // eachVariant runs a test for both iptables and both families, each on a host of its own.
@@ -105,11 +106,9 @@ COMMIT
 -A KUBE-NODEPORTS -p tcp --dport 31000 -j ACCEPT
 COMMIT
 `,
-			left: []string{
-				":KUBE-NODEPORTS -",
+			left: []string{":KUBE-NODEPORTS -",
 				`-A INPUT -m comment --comment "kubernetes health check service ports" -j KUBE-NODEPORTS`,
-				"-A KUBE-NODEPORTS -p tcp -m tcp --dport 31000 -j ACCEPT",
-			},
+				"-A KUBE-NODEPORTS -p tcp -m tcp --dport 31000 -j ACCEPT"},
 			kept: []string{"chain KUBE-NODEPORTS of table filter (VARIANT): chain INPUT drops what no rule accepts, and " +
 				"KUBE-NODEPORTS accepts health checks"},
 		},
@@ -384,10 +383,7 @@ func TestProcesses(t *testing.T) {
 	c := h.Command(path, "100")
 	labtest.Check(t, c.Start())
 	defer func() { _ = c.Process.Kill(); _ = c.Wait() }()
-	deadline := time.Now().Add(time.Minute)
-	for len(find(t, h).Running()) == 0 && time.Now().Before(deadline) { // it takes its name when it has begun
-		time.Sleep(time.Millisecond)
-	}
+	testkit.Eventually(t, time.Minute, "its name", func() bool { return len(find(t, h).Running()) > 0 })
 	if got := find(t, h).Running(); !slices.Equal(got, []int{c.Process.Pid}) {
 		t.Errorf("found %v, want %d", got, c.Process.Pid)
 	}

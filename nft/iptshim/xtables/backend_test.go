@@ -6,6 +6,7 @@ import (
 	"net/netip"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -328,12 +329,7 @@ func (w *world) calmAgain() {
 
 // sortedLines puts the lines of a text in order: a jump that was repaired stands at the beginning of its chain.
 func sortedLines(text string) string {
-	lines := strings.Split(text, "\n")
-	for i := range lines {
-		for j := i; j > 0 && lines[j] < lines[j-1]; j-- {
-			lines[j], lines[j-1] = lines[j-1], lines[j]
-		}
-	}
+	lines := slices.Sorted(strings.SplitSeq(text, "\n"))
 	return strings.Join(lines, "\n")
 }
 
