@@ -214,7 +214,7 @@ func TestExactFlows(t *testing.T) {
 				}
 				conn := emptyHost(t)
 				insert(t, conn, entries...)
-				c, full := NewCleaner(conn, nil), &noBackend{true}
+				c, full := newCleaner(conn, nil), &noBackend{true}
 				b := behind(c, full)
 				port := fmt.Sprintf("%v>%v,%v", k, endpoints[v6][0], endpoints[v6][1])
 				_, err := b.Apply(state(service("dns", port)), dataplane.Change{})
@@ -254,7 +254,7 @@ func TestExactFlows(t *testing.T) {
 }
 
 // TestFewFlows: how many flows there are decides whether frontends of all protocols and families take a list each, or
-// one for each family.
+// one together.
 func TestFewFlows(t *testing.T) {
 	conn := emptyHost(t)
 	entries, fronts := mixed()
@@ -266,9 +266,9 @@ func TestFewFlows(t *testing.T) {
 	for _, k := range fronts {
 		ports = append(ports, fmt.Sprintf("%v>%v", k, endpoints[ipfamily.Of(k.Addr)][0]))
 	}
-	for few, want := range map[uint32]int{uint32(len(entries)): 2, 0: 8} {
+	for few, want := range map[uint32]int{uint32(len(entries)): 1, 0: 8} {
 		conn.few = few
-		c := NewCleaner(conn, nil)
+		c := newCleaner(conn, nil)
 		_, err := behind(c, &noBackend{true}).Apply(state(service("dns", ports...)), dataplane.Change{})
 		labtest.Check(t, err)
 		if l := lookNow(t, c); l.Lists != want || l.Err != nil {
@@ -283,7 +283,7 @@ func TestKernelWithoutFilters(t *testing.T) {
 	entries, _ := mixed()
 	insert(t, conn, entries...)
 	k := key("10.96.0.1:53/udp")
-	c := NewCleaner(conn, nil)
+	c := newCleaner(conn, nil)
 	// What take would have seen of such a kernel.
 	labtest.Check(t, conn.list(query{family: ipfamily.IPv4}, func(flows []flow) error {
 		for i := range flows {
@@ -357,7 +357,7 @@ func TestAmongMany(t *testing.T) {
 	if len(before) != len(entries) {
 		t.Fatalf("%d flows in the table; want %d", len(before), len(entries))
 	}
-	c := NewCleaner(conn, nil)
+	c := newCleaner(conn, nil)
 	b := behind(c, &noBackend{})
 	_, err := b.Apply(state(service("dns", k.String()+">10.244.1.10:53")), dataplane.Change{})
 	labtest.Check(t, err)
@@ -368,7 +368,7 @@ func TestAmongMany(t *testing.T) {
 		t.Errorf("removed %d, look %+v", len(got), l)
 	}
 	// A restart: all is right.
-	again := NewCleaner(conn, nil)
+	again := newCleaner(conn, nil)
 	before = listAll(t, conn)
 	_, err = behind(again, &noBackend{true}).Apply(state(service("dns", k.String()+">10.244.1.10:53")), dataplane.Change{})
 	labtest.Check(t, err)
