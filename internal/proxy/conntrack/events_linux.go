@@ -23,6 +23,8 @@ type Flow struct {
 	Zone uint16
 	// Answered says that the endpoint has sent a packet, other than a reset that ended the flow.
 	Answered bool
+	// Assured says that the kernel takes the flow for more than one question and its answer.
+	Assured bool
 	// State is TCP's or SCTP's, by the kernel's numbers; 0 for other protocols.
 	State uint8
 	// Left is how long the kernel would have kept the entry without another packet; 0 if its time was over.
@@ -66,11 +68,12 @@ const (
 
 	messageNew = unix.NFNL_SUBSYS_CTNETLINK << 8
 
-	// statusDstNAT is IPS_DST_NAT of linux/netfilter/nf_conntrack_common.h.
-	statusDstNAT = 1 << 5
+	// statusAssured and statusDstNAT are IPS_ASSURED and IPS_DST_NAT of linux/netfilter/nf_conntrack_common.h.
+	statusAssured = 1 << 2
+	statusDstNAT  = 1 << 5
 )
 
-// eventBuffer is the receive buffer of Events: that of some 20,000 events, as many as the busiest nodes have in a second.
+// eventBuffer is the receive buffer of Events: that of some 20,000 events, a second of a busy node.
 const eventBuffer = 16 << 20
 
 // Events receives the ends, and on demand the beginnings, of flows that are translated.
@@ -174,6 +177,8 @@ func (f *Flow) parse(attrs []byte) bool {
 		Left: time.Duration(base.tcp.left) * time.Second}
 	for typ, v := range netlink.Each(attrs) {
 		switch typ {
+		case ctaStatus:
+			f.Assured = v.Big32()&statusAssured != 0
 		case ctaCountersOrig:
 			f.Counted, f.Sent = true, parseCount(v)
 		case ctaCountersReply:
