@@ -48,6 +48,8 @@ type Node struct {
 
 	// Ledger, if not nil, keeps a history of what is written.
 	Ledger *ledger.Writer
+	// records, if not nil, records connections.
+	records *records
 
 	// updates, if not nil, delivers replacements of Config and minInterval.
 	updates <-chan configUpdate
@@ -109,7 +111,7 @@ func (n *Node) Run(ctx context.Context) (err error) {
 	cleaner := n.newCleaner(shown, releaser)
 	// Cleaner and releaser must be the first listeners, since their reading of the flows waits for the commit.
 	loop.Listeners = slices.Concat([]reconcile.Listener{cleaner.Listener()}, releaser.listeners(), shown.listeners(),
-		[]reconcile.Listener{n.localnet(loop.Planner)}, n.Listeners, outliers.listeners())
+		[]reconcile.Listener{n.localnet(loop.Planner)}, n.Listeners, outliers.listeners(), n.records.listeners())
 
 	group, ctx := errgroup.WithContext(ctx)
 	group.Go(func() error { return releaser.run(ctx) })
@@ -120,6 +122,7 @@ func (n *Node) Run(ctx context.Context) (err error) {
 	shown.run(ctx, group)
 	group.Go(func() error { return cleaner.Run(ctx) })
 	group.Go(func() error { return outliers.run(ctx) })
+	group.Go(func() error { return n.records.run(ctx, group, n.Flows, releaser.conn(), outliers.conn()) })
 	runBeside(ctx, group, func(ctx context.Context) {
 		n.applyUpdates(ctx, func(t configUpdate) {
 			leastRest.Store(int64(t.minInterval))

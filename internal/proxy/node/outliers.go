@@ -70,6 +70,14 @@ func (o *outliers) run(ctx context.Context) error {
 	return o.Run(ctx)
 }
 
+// conn is what deletes flows; nil if o is nil.
+func (o *outliers) conn() *conntrack.Conn {
+	if o == nil {
+		return nil
+	}
+	return o.flows
+}
+
 // close closes the sockets after Run has ended.
 func (o *outliers) close() error {
 	if o == nil {

@@ -64,6 +64,14 @@ func (r *releaser) run(ctx context.Context) error {
 	return r.Run(ctx)
 }
 
+// conn is what deletes flows; nil if r is nil.
+func (r *releaser) conn() *conntrack.Conn {
+	if r == nil {
+		return nil
+	}
+	return r.flows
+}
+
 // close closes the sockets after Run has ended.
 func (r *releaser) close() error {
 	if r == nil {
