@@ -284,7 +284,7 @@ func (w *tracer) statement(st Statement, s *packetState, at int) (verdict, error
 		return matchVerdict(ok), nil
 	}
 	switch st := st.(type) {
-	case Counter:
+	case Counter, Log:
 		return verdict{}, nil
 	case ClearPriority:
 		s.priority = 0

@@ -10,11 +10,11 @@ import (
 // in the commit what the lines are for, and what they replace.
 var budget = map[string]int{
 	"cmd":              3_800,
-	"nft":              18_620,
+	"nft":              18_740,
 	"ipvsplugin":       3_300,
-	"sync":             14_450,
-	"internal/system":  5_850,
-	"internal/proxy":   22_620,
+	"sync":             14_600,
+	"internal/system":  6_110,
+	"internal/proxy":   24_100,
 	"internal/answers": 11_600,
 	"internal/lab":     7_000,
 }

@@ -44,6 +44,7 @@ func (c *Conn) heldRules(f ipfamily.Family) (*heldRules, error) {
 func (h *heldRules) structure(f ipfamily.Family, settings []nft.Listed) (s nft.Structure) {
 	s.GuardLoopback = slices.Contains(h.chains, nft.ChainID{Kind: nft.GuardLoopback}.Name())
 	s.Evidence = slices.Contains(h.chains, nft.ChainID{Kind: nft.UnansweredChain}.Name())
+	s.Records = slices.Contains(h.chains, nft.ChainID{Kind: nft.RecordResets}.Name())
 	for _, rules := range h.rules {
 		for _, rule := range rules {
 			for set := range nft.NumSets {

@@ -179,6 +179,8 @@ type Endpoint struct {
 	Node string
 	// Zone is the zone it runs in; empty means unknown.
 	Zone string
+	// Pod is the name of its pod, in the slice's namespace. It is read only for records, and changes nothing for a packet.
+	Pod string
 	// ForZones and ForNodes are the topology hints; nil means no hint.
 	ForZones, ForNodes []string
 	// Ready, Serving and Terminating are the endpoint's conditions with the API's defaults applied.

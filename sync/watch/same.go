@@ -35,7 +35,7 @@ func sameSlice(a, b *snapshot.Slice) bool {
 }
 
 func sameEndpoint(a, b snapshot.Endpoint) bool {
-	return a.Addr == b.Addr && a.Node == b.Node && a.Zone == b.Zone && a.Ready == b.Ready &&
+	return a.Addr == b.Addr && a.Node == b.Node && a.Zone == b.Zone && a.Pod == b.Pod && a.Ready == b.Ready &&
 		a.Serving == b.Serving && a.Weight == b.Weight && a.Terminating == b.Terminating &&
 		slices.Equal(a.ForZones, b.ForZones) && slices.Equal(a.ForNodes, b.ForNodes)
 }

@@ -132,6 +132,8 @@ var serverFlags = []option{
 		"/var/run/secrets/verdict-collector/token)", verdictKind+".everywhereToken"),
 	sets("ledger", "the directory for a ledger of what is written to the kernel, such as /var/lib/verdict/ledger "+
 		"(default none)", verdictKind+".ledger"),
+	word("records", "on|off", "record connections to Services: who connected, how much was sent, and how each ended "+
+		"(default off)", verdictKind+".records"),
 	address("healthz-bind-address", "IP address, with or without a port, of the health server; empty: disabled "+
 		"(default 0.0.0.0:10256)", "healthzBindAddress"),
 	address("metrics-bind-address", "IP address, with or without a port, of the metrics server; empty: disabled "+

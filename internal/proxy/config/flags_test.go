@@ -45,7 +45,7 @@ func TestFlagNames(t *testing.T) {
 		"ipvs",
 		"ipvs-addresses",
 		"counter-memory-mib",
-		"everywhere", "everywhere-token", "ledger", "ledger-max-mib",
+		"everywhere", "everywhere-token", "ledger", "ledger-max-mib", "records",
 		"ipvs-services",
 		"metrics-connections",
 		"metrics-max-series",

@@ -48,6 +48,8 @@ type entry struct {
 	endpoint netip.AddrPort
 	zone     uint16
 	answered bool
+	// nat has the kernel translate, which sets the status bit.
+	nat bool
 }
 
 // clientOf gives the nth of many clients.
@@ -101,7 +103,12 @@ func writeInsert(w *netlink.Buffer, e entry) {
 		w.Close(t)
 	}
 	tuple(ctaTupleOrig, e.client, frontend)
-	tuple(ctaTupleReply, e.endpoint, e.client)
+	if e.nat {
+		tuple(ctaTupleReply, frontend, e.client)
+		writeNAT(w, e.endpoint)
+	} else {
+		tuple(ctaTupleReply, e.endpoint, e.client)
+	}
 	w.Big32(ctaTimeout, 3600)
 	if e.zone != 0 {
 		w.Big16(ctaZone, e.zone)
@@ -117,6 +124,22 @@ func writeInsert(w *netlink.Buffer, e entry) {
 		w.Close(info)
 	}
 	w.End(m)
+}
+
+// writeNAT writes CTA_NAT_DST of linux/netfilter/nfnetlink_conntrack.h.
+func writeNAT(w *netlink.Buffer, to netip.AddrPort) {
+	const natDst, v4MinIP, natProto, v6MinIP, portMin, portMax = 13, 1, 3, 4, 1, 2
+	addr := uint16(v6MinIP)
+	if to.Addr().Is4() {
+		addr = v4MinIP
+	}
+	nat := w.Nest(natDst)
+	w.Attr(addr, to.Addr().AsSlice()...)
+	proto := w.Nest(natProto)
+	w.Big16(portMin, to.Port())
+	w.Big16(portMax, to.Port())
+	w.Close(proto)
+	w.Close(nat)
 }
 
 // listAll gives all flows by what tells them apart, with their ids.

@@ -91,7 +91,9 @@ func (e End) Failed() bool {
 }
 
 // Failure says whether the connection failed. An unanswered one of UDP did not: many protocols answer nothing.
-func (r *Record) Failure() bool { return r.End.Failed() && !(r.End == Unanswered && r.Protocol == "UDP") }
+func (r *Record) Failure() bool {
+	return r.End.Failed() && !(r.End == Unanswered && r.Protocol == "UDP")
+}
 
 // Sum is what the connections of one minute with the same ends in common amount to.
 type Sum struct {

@@ -49,6 +49,8 @@ type Node struct {
 
 	// Ledger, if not nil, keeps a history of what is written.
 	Ledger *ledger.Writer
+	// records, if not nil, records connections.
+	records *records
 
 	// updates, if not nil, delivers replacements of Config and minInterval.
 	updates <-chan configUpdate
@@ -107,7 +109,7 @@ func (n *Node) Run(ctx context.Context) (err error) {
 	cleaner := n.newCleaner(walker, shown, releaser)
 	// Cleaner and releaser must be the first listeners, since their reading of the flows waits for the commit.
 	loop.Listeners = slices.Concat([]reconcile.Listener{cleaner.Listener()}, listeners, shown.listeners(),
-		[]reconcile.Listener{n.localnet(loop.Planner)}, n.Listeners, outliers.listeners())
+		[]reconcile.Listener{n.localnet(loop.Planner)}, n.Listeners, outliers.listeners(), n.records.listeners())
 
 	group, ctx := errgroup.WithContext(ctx)
 	for _, s := range n.Sources {
@@ -117,6 +119,7 @@ func (n *Node) Run(ctx context.Context) (err error) {
 	shown.run(ctx, group)
 	group.Go(func() error { return walker.Run(ctx) })
 	group.Go(func() error { return outliers.run(ctx) })
+	group.Go(func() error { return n.records.run(ctx, group, walker, n.Flows) })
 	runBeside(ctx, group, func(ctx context.Context) {
 		n.applyUpdates(ctx, func(t configUpdate) {
 			leastRest.Store(int64(t.minInterval))
