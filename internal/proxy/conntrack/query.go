@@ -14,7 +14,7 @@ import (
 // query selects the flows that the kernel lists. Fields other than family may be zero; they are not compared then.
 type query struct {
 	family ipfamily.Family
-	// both asks for both families; family is IPv4 then, and addr, port and endpoint are zero.
+	// both asks for everything, in both families; all else is zero.
 	both     bool
 	protocol snapshot.Protocol
 	// addr and port are the original destination of the flow.
@@ -137,7 +137,7 @@ func reduce(wanted iter.Seq[query], narrow bool) (list []query) {
 }
 
 // merge returns the lists that serve several looks, narrow ones first. One list takes the place of those of TCP and of
-// UDP, and of those of both families.
+// UDP. One of everything serves both families: the kernel filters by a protocol only within a family.
 func merge(wanted []query) (lists []query) {
 	lists = reduce(slices.Values(wanted), true)
 	for _, f := range ipfamily.All {
@@ -146,13 +146,8 @@ func merge(wanted []query) (lists []query) {
 			lists = append(lists, query{family: f})
 		}
 	}
-	for _, q := range lists {
-		other := q
-		other.family = ipfamily.IPv6
-		if q.breadth() == 1 && q.family == ipfamily.IPv4 && slices.Contains(lists, other) {
-			q.both = true
-			lists = append(lists, q)
-		}
+	if slices.Contains(lists, query{}) && slices.Contains(lists, query{family: ipfamily.IPv6}) {
+		lists = append(lists, query{both: true})
 	}
 	lists = slices.DeleteFunc(slices.Clone(lists), func(q query) bool {
 		return slices.ContainsFunc(lists, func(o query) bool { return o != q && o.covers(q) })
