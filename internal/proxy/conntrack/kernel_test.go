@@ -48,6 +48,8 @@ type entry struct {
 	endpoint netip.AddrPort
 	zone     uint16
 	answered bool
+	// masquerade, if it is valid, takes the client's place.
+	masquerade netip.AddrPort
 	// nat has the kernel translate, which sets the status bit.
 	nat bool
 }
@@ -103,11 +105,14 @@ func writeInsert(w *netlink.Buffer, e entry) {
 		w.Close(t)
 	}
 	tuple(ctaTupleOrig, e.client, frontend)
+	if !e.masquerade.IsValid() {
+		e.masquerade = e.client
+	}
 	if e.nat {
 		tuple(ctaTupleReply, frontend, e.client)
 		writeNAT(w, e.endpoint)
 	} else {
-		tuple(ctaTupleReply, e.endpoint, e.client)
+		tuple(ctaTupleReply, e.endpoint, e.masquerade)
 	}
 	w.Big32(ctaTimeout, 3600)
 	if e.zone != 0 {

@@ -166,7 +166,9 @@ func TestFailsAlone(t *testing.T) {
 		u := NewUnanswered(w.Walker)
 		table.mu.Lock()
 		table.during = func() {
-			w.loop.Writer = backendFunc(func(*dataplane.State) (dataplane.Receipt, error) { return dataplane.Receipt{}, errTable })
+			w.loop.Writer = backendFunc(func(*dataplane.State) (dataplane.Receipt, error) {
+				return dataplane.Receipt{}, errTable
+			})
 			if _, err := w.loop.Apply(state(), dnsChange); !errors.Is(err, errTable) {
 				t.Error(err)
 			}
@@ -259,8 +261,8 @@ func TestWatchPace(t *testing.T) {
 	}
 }
 
-// TestMerge: lists of TCP and UDP become one, as do those of everything in both families; narrow ones come first, and none is there that
-// another one covers.
+// TestMerge: lists of TCP and UDP become one, as do those of everything in both families. Narrow ones come first, and
+// none is there that another one covers.
 func TestMerge(t *testing.T) {
 	tcp4, udp4 := query{protocol: snapshot.TCP}, query{protocol: snapshot.UDP}
 	tcp6 := query{family: ipfamily.IPv6, protocol: snapshot.TCP}

@@ -107,6 +107,9 @@ func (n *Node) Run(ctx context.Context) (err error) {
 	defer func() { err = errors.Join(err, shown.close()) }()
 	releaser, listeners := n.newReleaser(walker, shown)
 	cleaner := n.newCleaner(walker, shown, releaser)
+	if n.records != nil {
+		shown.pressure.Store(conntrack.WatchPressure(walker, cleaner))
+	}
 	// Cleaner and releaser must be the first listeners, since their reading of the flows waits for the commit.
 	loop.Listeners = slices.Concat([]reconcile.Listener{cleaner.Listener()}, listeners, shown.listeners(),
 		[]reconcile.Listener{n.localnet(loop.Planner)}, n.Listeners, outliers.listeners(), n.records.listeners())
