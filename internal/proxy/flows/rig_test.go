@@ -36,6 +36,7 @@ const (
 	resetPort   = 81 // the server resets the connection once the client has sent something
 	refusedPort = 82 // nobody listens
 	silentPort  = 83 // TCP and UDP: a firewall drops what is sent
+	sizePort    = 84 // TCP and UDP, for tests with servers of their own
 	target      = 8000
 )
 
@@ -178,7 +179,7 @@ func (r *rig) services(endpoint bool) snapshot.Delta {
 		web.ClusterIPs = append(web.ClusterIPs, lab.Nth(lab.ServiceRange[i], 1))
 		none.ClusterIPs = append(none.ClusterIPs, lab.Nth(lab.ServiceRange[i], 2))
 		s := &snapshot.Slice{Name: snapshot.Name{Namespace: "shop", Name: "web-" + f.NFT()}, Service: "web"}
-		for _, p := range []uint16{echoPort, resetPort, refusedPort, silentPort} {
+		for _, p := range []uint16{echoPort, resetPort, refusedPort, silentPort, sizePort} {
 			for _, proto := range []snapshot.Protocol{snapshot.TCP, snapshot.UDP} {
 				name := fmt.Sprintf("%s-%d", proto, p)
 				s.Ports = append(s.Ports, snapshot.SlicePort{Name: name, Protocol: proto, Port: target + p})
