@@ -30,8 +30,8 @@ type connection struct {
 // manyConnections are so many of each protocol and family.
 const manyConnections = 2500
 
-// TestKnownSizes: each of 10,000 connections has one record, whose bytes are those that were sent, headers included. All
-// together they are what a counter has counted.
+// TestKnownSizes: each of 10,000 connections has one record, whose bytes are those that were sent, headers included.
+// All together they are what a counter has counted.
 func TestKnownSizes(t *testing.T) {
 	r := newRig(t, "tcp_timeout_time_wait=3", "tcp_timeout_close=3", "tcp_timeout_last_ack=3", "udp_timeout=5",
 		"udp_timeout_stream=5")

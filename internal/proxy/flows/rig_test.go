@@ -54,6 +54,9 @@ type rig struct {
 	// own is what deletes flows for the proxy.
 	own *conntrack.Conn
 
+	// stop stops the proxy.
+	stop func()
+
 	mu      sync.Mutex
 	records []Record
 	// also gets each record, if it is not nil.
@@ -112,13 +115,15 @@ func (r *rig) open() {
 	var all sync.WaitGroup
 	all.Go(func() { _ = cleaner.Run(ctx) })
 	all.Go(func() { r.recorder.Run(ctx) })
-	r.t.Cleanup(func() {
+	closers := []interface{ Close() error }{r.recorder, r.looks, r.own, back}
+	r.stop = sync.OnceFunc(func() {
 		cancel()
 		all.Wait()
-		for _, c := range []interface{ Close() error }{r.recorder, r.looks, r.own, back} {
+		for _, c := range closers {
 			c.Close()
 		}
 	})
+	r.t.Cleanup(r.stop)
 }
 
 func (r *rig) sysctl(name string) (n int, err error) {
