@@ -4,8 +4,10 @@ import (
 	"context"
 	"encoding/json"
 	"errors"
+	"io/fs"
 	"log/slog"
 	"slices"
+	"syscall"
 
 	"golang.org/x/sync/errgroup"
 
@@ -93,7 +95,10 @@ func logSysctls(log *slog.Logger, changed []sysctl.Written) {
 func (r *records) restore() {
 	changed, err := r.notes.Restore()
 	logSysctls(r.log, changed)
-	if err != nil {
+	switch {
+	case errors.Is(err, fs.ErrPermission) || errors.Is(err, syscall.EROFS):
+		r.log.Info("sysctls that were set for records stay set, for lack of rights: verdict cleanup puts them back")
+	case err != nil:
 		r.log.Warn("failed to put sysctls back that were set for records", "err", err)
 	}
 }
