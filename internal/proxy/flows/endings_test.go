@@ -130,6 +130,7 @@ func TestEndings(t *testing.T) {
 	}
 	r.testReleased()
 	r.testTimedOut()
+	r.testLeftOut()
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	if len(r.records) > 0 || r.recorder.Losses() != (Losses{}) {
@@ -153,4 +154,18 @@ func (r *rig) testTimedOut() {
 	labtest.Check(r.t, r.Node.Sysctl("net/netfilter/nf_conntrack_tcp_timeout_established", "1"))
 	c := r.dial(r.Pods[0], snapshot.TCP, web(ipfamily.IPv6, echoPort))
 	r.expect(c.Local(), snapshot.TCP, "timed out")
+}
+
+// testLeftOut: a Service may keep its connections out of records. Those of another come after them.
+func (r *rig) testLeftOut() {
+	r.t.Helper()
+	d := r.services(true)
+	for name, svc := range d.Services {
+		svc.NoRecords = name.Name == "web"
+	}
+	r.apply(d)
+	r.try(r.Pods[0], snapshot.TCP, web(ipfamily.IPv4, refusedPort))
+	r.try(r.Pods[0], snapshot.TCP, web(ipfamily.IPv6, 99))
+	none := netip.AddrPortFrom(lab.Nth(lab.ServiceRange[0], 2), 80)
+	r.expect(r.try(r.Pods[0], snapshot.TCP, none), snapshot.TCP, "rejected no-endpoints")
 }
