@@ -63,11 +63,17 @@ type rig struct {
 	also func(*Record)
 }
 
+// newRig makes a rig whose endpoint is a remote pod.
 func newRig(t *testing.T, sysctls ...string) *rig {
+	t.Helper()
+	return newRigWith(t, func(c *lab.Cluster) *lab.Host { return c.RemotePods[0] }, sysctls...)
+}
+
+func newRigWith(t *testing.T, server func(*lab.Cluster) *lab.Host, sysctls ...string) *rig {
 	t.Helper()
 	r := &rig{t: t, Cluster: labtest.NewCluster(t, lab.Config{LocalPods: 2, RemotePods: 1}), snap: snapshot.New(),
 		names: NewNames()}
-	r.server = r.RemotePods[0]
+	r.server = server(r.Cluster)
 	for _, s := range append([]string{"acct=1", "timestamp=1"}, sysctls...) {
 		name, value, _ := strings.Cut(s, "=")
 		labtest.Check(t, r.Node.Sysctl("net/netfilter/nf_conntrack_"+name, value))
