@@ -68,13 +68,20 @@ func openRecords(s *config.Settings, host sysctl.Host, pods *watch.Pods, log *sl
 	if err != nil {
 		return nil, errors.Join(err, r.looks.Close())
 	}
+	return r, nil
+}
+
+// setSysctls sets the sysctls, once the Services are programmed.
+func (r *records) setSysctls() {
+	if r == nil {
+		return
+	}
 	changed, errs := r.notes.Set(recordSysctls)
-	logSysctls(log, changed)
+	logSysctls(r.log, changed)
 	if len(errs) > 0 {
-		log.Warn("records lack counters, times or ends of connections; an init container that is privileged can set the "+
+		r.log.Warn("records lack counters, times or ends of connections; an init container that is privileged can set the "+
 			"sysctls with --init-only", "err", errors.Join(errs...))
 	}
-	return r, nil
 }
 
 // podsOf returns the source of this node's pods where objects come from a cluster; else nil.

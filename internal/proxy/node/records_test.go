@@ -49,23 +49,24 @@ func (n *recording) start(args ...string) (log *logBuffer, end func(syscall.Sign
 	return log, end
 }
 
-// sysctls compares the sysctls of records: acct, timestamp and events.
+// sysctls waits for the sysctls of records: acct, timestamp and events.
 func (n *recording) sysctls(when string, want string) {
 	n.t.Helper()
-	var got []string
-	labtest.Check(n.t, n.Node.Do(func() error {
-		for _, s := range recordSysctls {
-			text, err := os.ReadFile("/" + s.Path)
-			if err != nil {
-				return err
+	var got string
+	testkit.Eventually(n.t, 10*time.Second, when+": acct, timestamp and events "+want, func() bool {
+		got = ""
+		labtest.Check(n.t, n.Node.Do(func() error {
+			for _, s := range recordSysctls {
+				text, err := os.ReadFile("/" + s.Path)
+				if err != nil {
+					return err
+				}
+				got += strings.TrimSpace(string(text)) + " "
 			}
-			got = append(got, strings.TrimSpace(string(text)))
-		}
-		return nil
-	}))
-	if got := strings.Join(got, " "); got != want {
-		n.t.Errorf("%s: acct, timestamp and events are %s; want %s", when, got, want)
-	}
+			return nil
+		}))
+		return got == want+" "
+	}, func() string { return got })
 }
 
 // TestRecords: a proxy records if it is told to. The sysctls that it has set for that are put back when it ends, and
@@ -105,6 +106,7 @@ func TestRecords(t *testing.T) {
 	n.sysctls("after the end", "0 0 0")
 
 	_, end = n.start("--records=on")
+	n.sysctls("with records once more", "1 1 1")
 	end(syscall.SIGKILL)
 	n.sysctls("after a crash", "1 1 1")
 	log, end = n.start("--records=on")
@@ -114,6 +116,7 @@ func TestRecords(t *testing.T) {
 	end(syscall.SIGTERM)
 
 	_, end = n.start("--records=on")
+	n.sysctls("with records again", "1 1 1")
 	end(syscall.SIGKILL)
 	labtest.Check(t, n.Node.Do(func() error {
 		changed, err := RestoreSysctls()
