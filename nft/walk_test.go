@@ -16,11 +16,12 @@ import (
 var walkConfigs = []dataplane.Config{
 	testConfig,
 	{NodeName: "node-1"},
-	{NodeName: "node-1", MasqueradeAll: true, RejectUnusedPorts: true, DetectLocal: testConfig.DetectLocal},
+	{NodeName: "node-1", MasqueradeAll: true, RejectUnusedPorts: true, Records: true,
+		DetectLocal: testConfig.DetectLocal},
 	{NodeName: "node-1", RejectUnusedPorts: true,
 		DetectLocal: dataplane.DetectLocal{Mode: dataplane.DetectBridgeInterface, Interface: "cni0"}},
 	{NodeName: "node-1", AsKubeProxy: true, LocalhostNodePorts: true, DetectLocal: testConfig.DetectLocal},
-	{NodeName: "node-1", PingServices: true,
+	{NodeName: "node-1", PingServices: true, Records: true,
 		DetectLocal: dataplane.DetectLocal{Mode: dataplane.DetectInterfaceNamePrefix, Interface: "pod"}},
 }
 

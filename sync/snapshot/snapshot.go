@@ -94,6 +94,8 @@ type Service struct {
 	Scheduling *Scheduling
 	// Counters is what the Service's annotation asks of the budget for counters.
 	Counters Counters
+	// NoRecords says that its annotation keeps the Service's connections out of records. It changes nothing for a packet.
+	NoRecords bool
 	// SecondChance is what the Service's annotation asks for.
 	SecondChance SecondChance
 	// Drain is how long TCP connections may last after their endpoint stopped serving, whole seconds; 0 means as long as

@@ -17,7 +17,8 @@ func sameService(a, b *snapshot.Service) bool {
 		a.Affinity == b.Affinity && a.HealthCheckNodePort == b.HealthCheckNodePort &&
 		slices.Equal(a.ClusterIPs, b.ClusterIPs) && slices.Equal(a.ExternalIPs, b.ExternalIPs) &&
 		slices.Equal(a.LoadBalancerIPs, b.LoadBalancerIPs) && slices.Equal(a.SourceRanges, b.SourceRanges) &&
-		slices.Equal(a.Ports, b.Ports) && a.Counters == b.Counters && a.SecondChance == b.SecondChance &&
+		slices.Equal(a.Ports, b.Ports) && a.Counters == b.Counters && a.NoRecords == b.NoRecords &&
+		a.SecondChance == b.SecondChance &&
 		a.Drain == b.Drain && a.SlowStart == b.SlowStart &&
 		a.ExternalFailover == b.ExternalFailover &&
 		sameScheduling(a.Scheduling, b.Scheduling)

@@ -119,6 +119,8 @@ var policyFlags = []option{
 	word("second-chance", "off|observe|on", "what happens to TCP endpoints that do not answer or refuse: on ejects "+
 		"them until they answer again, observe only reports them (default "+DefaultSecondChance+")",
 		verdictKind+".secondChance"),
+	word("records", "on|off", "record connections to Services: who connected, how much was sent, and how each ended "+
+		"(default off)", verdictKind+".records"),
 	sets("ping-services", "let cluster IPs and load balancer addresses with an endpoint answer a ping (default true)",
 		verdictKind+".pingServices"),
 	sets("reject-unused-ports", "reject packets from outside to unused ports of load balancer addresses (default true)",
@@ -132,8 +134,6 @@ var serverFlags = []option{
 		"/var/run/secrets/verdict-collector/token)", verdictKind+".everywhereToken"),
 	sets("ledger", "the directory for a ledger of what is written to the kernel, such as /var/lib/verdict/ledger "+
 		"(default none)", verdictKind+".ledger"),
-	word("records", "on|off", "record connections to Services: who connected, how much was sent, and how each ended "+
-		"(default off)", verdictKind+".records"),
 	address("healthz-bind-address", "IP address, with or without a port, of the health server; empty: disabled "+
 		"(default 0.0.0.0:10256)", "healthzBindAddress"),
 	address("metrics-bind-address", "IP address, with or without a port, of the metrics server; empty: disabled "+

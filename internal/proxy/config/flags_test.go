@@ -266,6 +266,7 @@ func TestPolicyFlags(t *testing.T) {
 		"pod-bridge-interface",
 		"pod-interface-name-prefix",
 		"proxy-mode",
+		"records",
 		"reject-unused-ports",
 		"second-chance",
 	}

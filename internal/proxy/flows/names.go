@@ -1,6 +1,7 @@
 package flows
 
 import (
+	"maps"
 	"net/netip"
 	"slices"
 	"sync"
@@ -21,20 +22,25 @@ type Names struct {
 	endpoints, local directory
 	node             snapshot.Node
 	host             map[netip.Addr]bool
-	forgotten        time.Time
+	// off are the Services whose connections are left out.
+	off       map[snapshot.Name]bool
+	forgotten time.Time
 }
 
 // NewNames returns Names that know nothing yet.
-func NewNames() *Names { return &Names{endpoints: newDirectory(), local: newDirectory()} }
+func NewNames() *Names {
+	return &Names{endpoints: newDirectory(), local: newDirectory(), off: map[snapshot.Name]bool{}}
+}
 
 // Take takes objects on their way to the proxy. It changes none.
 func (n *Names) Take(d snapshot.Delta) {
-	if len(d.Slices) == 0 && d.Node == nil && d.HostAddrs == nil {
+	if len(d.Services)+len(d.Slices) == 0 && d.Node == nil && d.HostAddrs == nil {
 		return
 	}
 	n.mu.Lock()
 	defer n.mu.Unlock()
-	n.taken = append(n.taken, snapshot.Delta{Slices: d.Slices, Node: d.Node, HostAddrs: d.HostAddrs})
+	n.taken = append(n.taken, snapshot.Delta{Services: maps.Clone(d.Services), Slices: maps.Clone(d.Slices), Node: d.Node,
+		HostAddrs: d.HostAddrs}) // whose maps are about to be merged with others
 }
 
 // TakePods takes pods of this node; a nil pod is gone.
@@ -51,6 +57,11 @@ func (n *Names) settle(t time.Time) {
 	n.taken, n.pods = nil, nil
 	n.mu.Unlock()
 	for _, d := range taken {
+		for name, svc := range d.Services {
+			if delete(n.off, name); svc != nil && svc.NoRecords {
+				n.off[name] = true
+			}
+		}
 		for name, s := range d.Slices {
 			n.takeSlice(name, s, t)
 		}

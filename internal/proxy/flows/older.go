@@ -61,9 +61,9 @@ func (r *Recorder) lookAtOlder(ctx context.Context) {
 			r.o.Log.Warn("records do not know the connections from before the start; trying again", "err", err)
 		}
 		r.mu.Lock()
-		left := len(r.older.flows)
+		done := r.older.looks > 0 && len(r.older.flows) == 0
 		r.mu.Unlock()
-		if left == 0 && r.older.looks > 0 {
+		if done {
 			return
 		}
 		next.Reset(lookEvery)

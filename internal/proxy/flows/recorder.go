@@ -240,9 +240,10 @@ func (r *Recorder) event(f *conntrack.Flow, ended bool) {
 	r.finish(record, sp, f, now)
 }
 
-// recordOf returns a record of a flow without its end; not ok if no Service has or had its frontend.
+// recordOf returns a record of a flow without its end; not ok if no Service has or had its frontend, or
+// if that is left out.
 func (r *Recorder) recordOf(f *conntrack.Flow, now time.Time) (_ Record, sp *dataplane.ServicePort, ok bool) {
-	if sp = r.services.owner(f.Frontend, f.Start); sp == nil {
+	if sp = r.services.owner(f.Frontend, f.Start); sp == nil || r.o.Names.off[sp.Name.Service] {
 		return Record{}, nil, false
 	}
 	record := Record{
@@ -316,10 +317,15 @@ func (r *Recorder) logged(p *logged) {
 	record := Record{Time: now, Protocol: protocolName(p.protocol), Frontend: p.to, Client: r.o.Names.client(p.from),
 		Sent: Traffic{Packets: 1, Bytes: p.bytes}, End: end, Reason: reason, Weight: 1}
 	k := dataplane.Key{Addr: p.to.Addr(), Protocol: p.protocol, Port: p.to.Port()}
+	service, known := r.services.addrs[p.to.Addr()]
 	if sp := r.services.owner(k, now); sp != nil {
-		record.Service, record.Port = sp.Name.Service.String(), sp.Name.Port
-	} else if name, ok := r.services.addrs[p.to.Addr()]; ok {
-		record.Service = name.String()
+		service, known, record.Port = sp.Name.Service, true, sp.Name.Port
+	}
+	if r.o.Names.off[service] {
+		return
+	}
+	if known {
+		record.Service = service.String()
 	}
 	r.o.Sink(record)
 }

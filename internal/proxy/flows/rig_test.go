@@ -36,6 +36,7 @@ const (
 	resetPort   = 81 // the server resets the connection once the client has sent something
 	refusedPort = 82 // nobody listens
 	silentPort  = 83 // TCP and UDP: a firewall drops what is sent
+	sizePort    = 84 // TCP and UDP, for tests with servers of their own
 	target      = 8000
 )
 
@@ -53,17 +54,26 @@ type rig struct {
 	// own is what deletes flows for the proxy.
 	own *conntrack.Conn
 
+	// stop stops the proxy.
+	stop func()
+
 	mu      sync.Mutex
 	records []Record
 	// also gets each record, if it is not nil.
 	also func(*Record)
 }
 
+// newRig makes a rig whose endpoint is a remote pod.
 func newRig(t *testing.T, sysctls ...string) *rig {
+	t.Helper()
+	return newRigWith(t, func(c *lab.Cluster) *lab.Host { return c.RemotePods[0] }, sysctls...)
+}
+
+func newRigWith(t *testing.T, server func(*lab.Cluster) *lab.Host, sysctls ...string) *rig {
 	t.Helper()
 	r := &rig{t: t, Cluster: labtest.NewCluster(t, lab.Config{LocalPods: 2, RemotePods: 1}), snap: snapshot.New(),
 		names: NewNames()}
-	r.server = r.RemotePods[0]
+	r.server = server(r.Cluster)
 	for _, s := range append([]string{"acct=1", "timestamp=1"}, sysctls...) {
 		name, value, _ := strings.Cut(s, "=")
 		labtest.Check(t, r.Node.Sysctl("net/netfilter/nf_conntrack_"+name, value))
@@ -109,13 +119,15 @@ func (r *rig) open() {
 	var all sync.WaitGroup
 	all.Go(func() { _ = r.walker.Run(ctx) })
 	all.Go(func() { r.recorder.Run(ctx) })
-	r.t.Cleanup(func() {
+	closers := []interface{ Close() error }{r.recorder, r.own, back}
+	r.stop = sync.OnceFunc(func() {
 		cancel()
 		all.Wait()
-		for _, c := range []interface{ Close() error }{r.recorder, r.own, back} {
+		for _, c := range closers {
 			c.Close()
 		}
 	})
+	r.t.Cleanup(r.stop)
 }
 
 func (r *rig) sysctl(name string) (n int, err error) {
@@ -176,7 +188,7 @@ func (r *rig) services(endpoint bool) snapshot.Delta {
 		web.ClusterIPs = append(web.ClusterIPs, lab.Nth(lab.ServiceRange[i], 1))
 		none.ClusterIPs = append(none.ClusterIPs, lab.Nth(lab.ServiceRange[i], 2))
 		s := &snapshot.Slice{Name: snapshot.Name{Namespace: "shop", Name: "web-" + f.NFT()}, Service: "web"}
-		for _, p := range []uint16{echoPort, resetPort, refusedPort, silentPort} {
+		for _, p := range []uint16{echoPort, resetPort, refusedPort, silentPort, sizePort} {
 			for _, proto := range []snapshot.Protocol{snapshot.TCP, snapshot.UDP} {
 				name := fmt.Sprintf("%s-%d", proto, p)
 				s.Ports = append(s.Ports, snapshot.SlicePort{Name: name, Protocol: proto, Port: target + p})

@@ -367,5 +367,6 @@ func (p *proxy) written(ctx context.Context, t reconcile.Transaction) {
 	if !p.programmed.Swap(true) {
 		p.ready()
 		setSysctls(p.config.host, s, p.config.log)
+		p.object.records.setSysctls()
 	}
 }

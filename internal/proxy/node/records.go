@@ -4,7 +4,9 @@ import (
 	"context"
 	"encoding/json"
 	"errors"
+	"io/fs"
 	"log/slog"
+	"syscall"
 
 	"golang.org/x/sync/errgroup"
 
@@ -62,13 +64,20 @@ func openRecords(s *config.Settings, host sysctl.Host, pods *watch.Pods, log *sl
 	if err != nil {
 		return nil, err
 	}
+	return r, nil
+}
+
+// setSysctls sets the sysctls, once the Services are programmed.
+func (r *records) setSysctls() {
+	if r == nil {
+		return
+	}
 	changed, errs := r.notes.Set(recordSysctls)
-	logSysctls(log, changed)
+	logSysctls(r.log, changed)
 	if len(errs) > 0 {
-		log.Warn("records lack counters, times or ends of connections; an init container that is privileged can set the "+
+		r.log.Warn("records lack counters, times or ends of connections; an init container that is privileged can set the "+
 			"sysctls with --init-only", "err", errors.Join(errs...))
 	}
-	return r, nil
 }
 
 // podsOf returns the source of this node's pods where objects come from a cluster; else nil.
@@ -89,7 +98,10 @@ func logSysctls(log *slog.Logger, changed []sysctl.Written) {
 func (r *records) restore() {
 	changed, err := r.notes.Restore()
 	logSysctls(r.log, changed)
-	if err != nil {
+	switch {
+	case errors.Is(err, fs.ErrPermission) || errors.Is(err, syscall.EROFS):
+		r.log.Info("sysctls that were set for records stay set, for lack of rights: verdict cleanup puts them back")
+	case err != nil:
 		r.log.Warn("failed to put sysctls back that were set for records", "err", err)
 	}
 }

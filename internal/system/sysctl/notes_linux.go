@@ -65,7 +65,7 @@ func (n Notes) Set(settings []Setting) (changed []Written, errs []error) {
 	return changed, errs
 }
 
-// Restore gives parameters their values from before, and forgets them. One that is gone with its module is no error.
+// Restore gives parameters their values from before, and then forgets these. It forgets none if one fails.
 func (n Notes) Restore() (changed []Written, err error) {
 	notes, err := n.read()
 	if err != nil || len(notes) == 0 {
@@ -78,7 +78,10 @@ func (n Notes) Restore() (changed []Written, err error) {
 		}
 	}
 	changed, errs := n.Host.Apply(settings)
-	return changed, errors.Join(append(errs, n.remove())...)
+	if len(errs) > 0 {
+		return changed, errors.Join(errs...)
+	}
+	return changed, n.remove()
 }
 
 // read returns the notes; none if there is no table.
