@@ -11,6 +11,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/verdict-proxy/verdict/internal/system/netlink"
+	"github.com/verdict-proxy/verdict/internal/system/sysctl"
 )
 
 // An address with a local route is the host's: listeners on 0.0.0.0 can be reached at it, it answers ping, and ARP,
@@ -32,7 +33,6 @@ const (
 	guardTable = "verdict-ipvs"
 	guardSet   = "addresses"
 	guardChain = "input"
-	notePrefix = "was-"
 )
 
 const (
@@ -324,7 +324,7 @@ func (g *guard) readNotes() (notes []string, err error) {
 	err = g.Dump(request, func() { notes = nil }, func(body []byte) {
 		a := netlink.Decode(body[min(netlink.NetfilterLen, len(body)):])
 		name := a[unix.NFTA_CHAIN_NAME].Text()
-		if a[unix.NFTA_CHAIN_TABLE].Text() == guardTable && strings.HasPrefix(name, notePrefix) {
+		if a[unix.NFTA_CHAIN_TABLE].Text() == guardTable && strings.HasPrefix(name, sysctl.NotePrefix) {
 			notes = append(notes, name)
 		}
 	})

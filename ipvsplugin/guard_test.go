@@ -8,6 +8,7 @@ import (
 
 	"github.com/verdict-proxy/verdict/internal/lab"
 	"github.com/verdict-proxy/verdict/internal/lab/labtest"
+	"github.com/verdict-proxy/verdict/internal/system/sysctl"
 	"golang.org/x/sys/unix"
 )
 
@@ -56,7 +57,7 @@ func TestGuardLists(t *testing.T) {
 	h, g := newGuard(t)
 	addrs := []netip.Addr{netip.MustParseAddr("10.96.0.1"), netip.MustParseAddr("fd00:10:96::1")}
 	labtest.Check(t, g.replace(nil))
-	g.notes = []string{noteOf("net.ipv4.vs.conntrack", 0)}
+	g.notes = []string{sysctl.NoteOf("net.ipv4.vs.conntrack", 0)}
 	labtest.Check(t, g.replace([]netip.Addr{netip.MustParseAddr("10.96.0.9")}))
 	labtest.Check(t, g.change(addrs, []netip.Addr{netip.MustParseAddr("10.96.0.9")}))
 	if notes, err := g.readNotes(); err != nil || !slices.Equal(notes, g.notes) {

@@ -9,6 +9,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/verdict-proxy/verdict/internal/system/sysctl"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
@@ -338,8 +339,8 @@ func TestNotes(t *testing.T) {
 		{"was-900-ipvs.timeout.tcp", timeoutTCP, 900, true},
 		{"was-x-net.ipv4", "", 0, false}, {"was-3", "", 0, false},
 	} {
-		name, before, ok := noted(c.note)
-		if ok != c.ok || ok && (name != c.name || before != c.before || noteOf(name, before) != c.note) {
+		name, before, ok := sysctl.Noted(c.note)
+		if ok != c.ok || ok && (name != c.name || before != c.before || sysctl.NoteOf(name, before) != c.note) {
 			t.Errorf("%s: %s, %d, %v", c.note, name, before, ok)
 		}
 	}

@@ -2,10 +2,8 @@ package ipvsplugin
 
 import (
 	"errors"
-	"fmt"
 	"io/fs"
 	"slices"
-	"strconv"
 	"strings"
 	"time"
 
@@ -24,18 +22,7 @@ var sysctls = []sysctl.Setting{
 // once IPVS is loaded.
 func Sysctls() []sysctl.Setting { return slices.Clone(sysctls) }
 
-// What was before is written down as the name of a chain, was-0-net.ipv4.vs.conntrack: it stays as long as the kernel's
-// parameters do, and is there for a process in another container.
-
-// noteOf gives the note of a parameter.
-func noteOf(name string, before int) string { return fmt.Sprintf("%s%d-%s", notePrefix, before, name) }
-
-// noted reads a note.
-func noted(note string) (name string, before int, ok bool) {
-	number, name, ok := strings.Cut(strings.TrimPrefix(note, notePrefix), "-")
-	before, err := strconv.Atoi(number)
-	return name, before, ok && err == nil
-}
+// What was before is noted, as package sysctl has it, in the guard's table ip.
 
 // The names that timeouts have in notes.
 const (
@@ -52,13 +39,13 @@ func (b *Backend) setParameters() error {
 	}
 	known := map[string]bool{}
 	for _, n := range notes {
-		name, _, _ := noted(n)
+		name, _, _ := sysctl.Noted(n)
 		known[name] = true
 	}
 	note := func(name string, before int) {
 		if !known[name] {
 			known[name] = true
-			notes = append(notes, noteOf(name, before))
+			notes = append(notes, sysctl.NoteOf(name, before))
 		}
 	}
 	changed, errs := sysctl.Host{}.Apply(sysctls)
@@ -104,7 +91,7 @@ func (b *Backend) restore() error {
 		timeoutUDP: &t.TimeoutUDP}
 	var errs []error
 	for _, n := range notes {
-		name, before, ok := noted(n)
+		name, before, ok := sysctl.Noted(n)
 		switch d := timeouts[name]; {
 		case d != nil:
 			*d = time.Duration(before) * time.Second

@@ -162,6 +162,8 @@ const (
 	UnansweredChain
 	Evidence
 	EvidenceInput
+	RecordResets
+	RecordResetsInput
 	numFixedChains
 	// Pick chains choose one of N endpoints; UncountedPick chains choose among endpoints without counters.
 	Pick ChainKind = iota
@@ -193,8 +195,9 @@ var chainNames = [...]string{
 	"from-cluster-ip", "from-external", "from-both", "from-sticky-cluster-ip", "from-sticky-external",
 	"from-sticky-both", "masquerade-cluster-ip", "masquerade-all", "masquerade-node", "left-to-ipvs", "pass-on",
 	"first-endpoint", "uncounted-first-endpoint",
-	"refused", "answers", "unanswered", "evidence", "evidence-input", "", "pick",
-	"uncounted-pick", "sticky", "remember", "hash", "uncounted-hash", "hash-port", "uncounted-hash-port", "sticky-hash",
+	"refused", "answers", "unanswered", "evidence", "evidence-input", "record-resets", "record-resets-input", "",
+	"pick", "uncounted-pick", "sticky", "remember", "hash", "uncounted-hash", "hash-port", "uncounted-hash-port",
+	"sticky-hash",
 }
 
 // Name is the chain's name in the ruleset, such as "pick-3".
@@ -258,6 +261,8 @@ type Structure struct {
 	GuardLoopback bool
 	// Evidence gathers which endpoints do not answer or refuse.
 	Evidence bool
+	// Records logs resets, and packets that are rejected or dropped.
+	Records bool
 	// Ping is the node's address that answers a ping of a Service address; the zero Addr: none does.
 	Ping netip.Addr
 	// Uses says which of the optional sets have rules. It follows from the elements, so that packets pass no rule that
@@ -287,7 +292,7 @@ var optional = [...]SetID{
 // StructureOf returns what a state asks of a family's table, except what follows from its elements.
 func StructureOf(s *dataplane.State, f ipfamily.Family) Structure {
 	out := Structure{Pods: s.Pods4, MasqueradeAll: s.MasqueradeAll, GuardLoopback: s.LocalhostNodePorts,
-		Evidence: s.Evidence, Ping: s.PingAddrs[f]}
+		Evidence: s.Evidence, Records: s.Records, Ping: s.PingAddrs[f]}
 	if f == ipfamily.IPv6 {
 		out.Pods, out.GuardLoopback = s.Pods6, false
 	}
@@ -443,6 +448,9 @@ func layout(f ipfamily.Family, s Structure) Table {
 			{Goto{FromClusterIP.id()}}}},
 		Chain{ID: Input.id(), Hook: &Hook{"nat", "input", prioritySrcNAT}, Rules: input(s)},
 		postrouting(s))
+	if s.Records {
+		t.Chains = append(logRefusals(t.Chains), recordResets()...)
+	}
 	if s.Evidence {
 		t.Chains = append(t.Chains, evidence(s)...)
 	}

@@ -37,7 +37,8 @@ has a rule that translates addresses of the same family: their translation is in
 tracking. Without any such rule, the kernel stops translating packets, and the connections end.
 
 Where IPVS schedules Services, cleanup also removes Verdict's virtual services, routes and guards,
-and restores the sysctls; connections over IPVS end. The sysctl net.ipv4.conf.all.route_localnet
+and restores the sysctls; connections over IPVS end. Sysctls that were set for records are restored,
+too. The sysctl net.ipv4.conf.all.route_localnet
 stays, since others may rely on it. If there is nothing to remove, cleanup reports that and succeeds.
 
 Cleanup refuses while "verdict run" runs in the same network namespace. With --stop it stops that
@@ -84,6 +85,11 @@ func removeAll(ctx context.Context, stderr io.Writer) (removed []string, err err
 	err = lease.Evict(ctx, func(ctx context.Context, socket *os.File) error {
 		var err error
 		removed, err = backends.Remove(ctx, backends.RemoveOptions{Socket: socket, Log: log})
+		changed, rerr := node.RestoreSysctls()
+		for _, c := range changed {
+			removed = append(removed, fmt.Sprintf("%s = %d, which was set for records: it is %d again", c.Name, c.Before, c.Now))
+		}
+		err = errors.Join(err, rerr)
 		for _, what := range removed {
 			fmt.Fprintln(stderr, "verdict: removed", what)
 		}

@@ -117,6 +117,10 @@ verdict_conntrack_max_entries 262144x60`,
 		quiet: `verdict_conntrack_entries 230000x60
 verdict_conntrack_max_entries 262144x60`,
 	},
+	"VerdictMasqueradeNearlyFull": {
+		fires: `verdict_conntrack_snat_saturation_percent{address="192.0.2.1",endpoint="10.0.0.1:80"} 93x60`,
+		quiet: `verdict_conntrack_snat_saturation_percent{address="192.0.2.1",endpoint="10.0.0.1:80"} 89x60`,
+	},
 	"VerdictProgrammingSlow": {
 		fires: slowProgramming("10", "0x60", "11", "0+10x60"),
 		quiet: slowProgramming("1", "0+10x60", "11", "0+10x60"),

@@ -5,7 +5,6 @@ import (
 	"encoding/pem"
 	"errors"
 	"fmt"
-	"maps"
 	"net"
 	"net/http"
 	"net/http/httptest"
@@ -94,7 +93,7 @@ const node = `{"kind":"NodeList","apiVersion":"v1","metadata":{"resourceVersion"
 	"status":{"addresses":[{"type":"InternalIP","address":"192.0.2.10"}]}}]}`
 
 var kinds = map[string]string{
-	"services": "ServiceList", "endpointslices": "EndpointSliceList", "servicecidrs": "ServiceCIDRList",
+	"services": "ServiceList", "pods": "PodList", "endpointslices": "EndpointSliceList", "servicecidrs": "ServiceCIDRList",
 }
 
 // listen serves where the API server of k3s is on each node.
@@ -154,7 +153,11 @@ func (o *output) String() string {
 }
 
 // optional are the requests that the program makes only with an argument that begins so.
-var optional = map[string]string{"--node-condition": "patch nodes/status", "--startup-taint=": "patch nodes"}
+var optional = map[string][]string{"--node-condition": {"patch nodes/status"}, "--startup-taint=": {"patch nodes"},
+	recordsOn: {"list pods", "watch pods"}}
+
+// recordsOn is the argument that the chart has in its configuration.
+const recordsOn = "--records=on"
 
 // requests gives what the program asks of the API server, with the arguments of a DaemonSet.
 func requests(o objects) ([]string, error) {
@@ -162,15 +165,16 @@ func requests(o objects) ([]string, error) {
 	if err != nil {
 		return nil, err
 	}
-	more, err := nodePod()
-	if err != nil {
-		return nil, err
+	args := o.daemonSet().Spec.Template.Spec.Containers[0].Args
+	config, ok := o["ConfigMap/verdict"].(*corev1.ConfigMap)
+	if ok && strings.Contains(config.Data["config.conf"], "records: \"on\"") {
+		args = append(slices.Clone(args), recordsOn)
 	}
 	all := slices.Clone(p.requests)
-	for _, arg := range o.daemonSet().Spec.Template.Spec.Containers[0].Args {
+	for _, arg := range args {
 		for begin, asked := range optional {
-			if strings.HasPrefix(arg, begin) && slices.Contains(more.requests, asked) {
-				all = append(all, asked)
+			if strings.HasPrefix(arg, begin) {
+				all = append(all, asked...)
 			}
 		}
 	}
@@ -191,7 +195,7 @@ var (
 		if err != nil {
 			return nil, err
 		}
-		return runPod(o, slices.Collect(maps.Values(optional))...)
+		return runPod(o, append(optional["--node-condition"], optional["--startup-taint="]...)...)
 	})
 )
 
@@ -341,12 +345,33 @@ func TestNodePod(t *testing.T) {
 	check(t, err)
 	p, err := nodePod()
 	check(t, err)
-	want := slices.Sorted(slices.Values(slices.AppendSeq(slices.Clone(base.requests), maps.Values(optional))))
+	want := slices.Sorted(slices.Values(slices.Concat(base.requests, optional["--node-condition"],
+		optional["--startup-taint="])))
 	if !slices.Equal(p.requests, want) {
 		t.Errorf("requests %v; want %v", p.requests, want)
 	}
 	if strings.Contains(p.log, "level=WARN") || !strings.Contains(p.log, "removed the taint from the Node") {
 		t.Errorf("log:\n%s", p.log)
+	}
+}
+
+// TestRecordsPod: to record takes two more requests. The container that stays may not set sysctls, nor put them back.
+func TestRecordsPod(t *testing.T) {
+	base, err := pod()
+	check(t, err)
+	text, err := buildWith("k3s", "records")
+	check(t, err)
+	o, err := decode(text)
+	check(t, err)
+	p, err := runPod(o, optional[recordsOn]...)
+	check(t, err)
+	want := slices.Sorted(slices.Values(slices.Concat(base.requests, optional[recordsOn])))
+	if !slices.Equal(p.requests, want) {
+		t.Errorf("requests %v; want %v", p.requests, want)
+	}
+	if strings.Contains(p.log, "level=WARN") || !strings.Contains(p.log, "for lack of rights") ||
+		!strings.Contains(p.init, "net.netfilter.nf_conntrack_acct = 1 (was 0)") {
+		t.Errorf("init:\n%slog:\n%s", p.init, p.log)
 	}
 }
 

@@ -100,7 +100,10 @@ func buildDir(dir string) (string, error) {
 }
 
 // buildNodeOverlay gives what "kubectl kustomize" prints of an overlay with the component that writes the Node.
-func buildNodeOverlay(cluster string) (string, error) {
+func buildNodeOverlay(cluster string) (string, error) { return buildWith(cluster, "node-object") }
+
+// buildWith gives what "kubectl kustomize" prints of an overlay with a component.
+func buildWith(cluster, component string) (string, error) {
 	dir, err := os.MkdirTemp("", "verdict-overlay-")
 	if err != nil {
 		return "", err
@@ -113,7 +116,7 @@ func buildNodeOverlay(cluster string) (string, error) {
 	if base, err = filepath.Rel(dir, base); err != nil {
 		return "", err
 	}
-	text := fmt.Sprintf("resources: [%s/overlays/%s]\ncomponents: [%[1]s/components/node-object]\n", base, cluster)
+	text := fmt.Sprintf("resources: [%s/overlays/%s]\ncomponents: [%[1]s/components/%[3]s]\n", base, cluster, component)
 	if err := os.WriteFile(filepath.Join(dir, "kustomization.yaml"), []byte(text), 0o600); err != nil {
 		return "", err
 	}
@@ -235,7 +238,7 @@ imagePullSecrets: [{name: registry}]
 apiServer: {host: 192.0.2.1, port: 6443}
 clusterCIDR: 10.244.0.0/16,fd00:10:244::/48
 config: {mode: ipvs, conntrack: {maxPerCore: 0}, metricsBindAddress: "0.0.0.0:10249"}
-verdict: {keeper: process, ownTables: false}
+verdict: {keeper: process, ownTables: false, records: "on"}
 takeover: never
 iptables: true
 hostPID: true

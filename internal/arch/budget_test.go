@@ -12,9 +12,9 @@ var budget = map[string]int{
 	"cmd":              3_800,
 	"nft":              17_850,
 	"ipvsplugin":       3_300,
-	"sync":             14_450,
-	"internal/system":  5_850,
-	"internal/proxy":   22_430,
+	"sync":             14_600,
+	"internal/system":  6_110,
+	"internal/proxy":   24_310,
 	"internal/answers": 11_600,
 	"internal/lab":     7_300,
 }

@@ -45,6 +45,7 @@ func (c *Conn) heldRules(f ipfamily.Family) (*heldRules, error) {
 func (h *heldRules) structure(f ipfamily.Family, settings []nft.Listed) (s nft.Structure) {
 	s.GuardLoopback = h.chains[nft.ChainID{Kind: nft.GuardLoopback}.Name()] != nil
 	s.Evidence = h.chains[nft.ChainID{Kind: nft.UnansweredChain}.Name()] != nil
+	s.Records = h.chains[nft.ChainID{Kind: nft.RecordResets}.Name()] != nil
 	for _, rules := range h.rules {
 		for _, rule := range rules {
 			for set := range nft.NumSets {

@@ -149,6 +149,8 @@ func actionExprs(f ipfamily.Family, s nft.Statement) []expr.Any {
 		return []expr.Any{&expr.Reject{Type: unix.NFT_REJECT_TCP_RST}}
 	case nft.Counter:
 		return []expr.Any{&expr.Counter{}}
+	case nft.Log:
+		return logExprs(s)
 	case nft.Masquerade:
 		return []expr.Any{&expr.Masq{FullyRandom: true}}
 	case nft.Reject:
@@ -167,6 +169,17 @@ func actionExprs(f ipfamily.Family, s nft.Statement) []expr.Any {
 		return []expr.Any{&expr.Verdict{Kind: expr.VerdictGoto, Chain: s.Chain.Name()}}
 	}
 	panic(fmt.Sprintf("kernel: no expressions for %T", s))
+}
+
+// logExprs sends the beginning of a packet to a group of nflog.
+func logExprs(s nft.Log) []expr.Any {
+	log := &expr.Log{Group: nft.RecordsGroup, Snaplen: nft.RecordsSnaplen, Data: []byte(s.Prefix),
+		Key: 1<<unix.NFTA_LOG_GROUP | 1<<unix.NFTA_LOG_SNAPLEN | 1<<unix.NFTA_LOG_PREFIX}
+	if !s.Bounded {
+		return []expr.Any{log}
+	}
+	return []expr.Any{&expr.Limit{Type: expr.LimitTypePkts, Rate: nft.RecordsRate, Unit: expr.LimitTimeSecond,
+		Burst: nft.RecordsRate}, log}
 }
 
 // loadMasked loads a value and clears all but some bits.

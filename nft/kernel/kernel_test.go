@@ -140,7 +140,9 @@ var configs = map[string]dataplane.Config{
 		ClusterCIDRs: []netip.Prefix{netip.MustParsePrefix("0.0.0.0/0"), netip.MustParsePrefix("::/0")}}},
 	"as kube-proxy": {NodeName: "node-1", AsKubeProxy: true, DetectLocal: dataplane.DetectLocal{
 		ClusterCIDRs: []netip.Prefix{netip.MustParsePrefix("10.244.0.0/16"), netip.MustParsePrefix("fd00:10:244::/47")}}},
-	"evidence":       {NodeName: "node-1", SecondChance: snapshot.SecondChanceOn},
+	"evidence": {NodeName: "node-1", SecondChance: snapshot.SecondChanceOn},
+	"records": {NodeName: "node-1", Records: true, SecondChance: snapshot.SecondChanceOn, LocalhostNodePorts: true,
+		RejectUnusedPorts: true},
 	"unknown":        {NodeName: "node-1"},
 	"masquerade all": {NodeName: "node-1", MasqueradeAll: true},
 	"bridge": {

@@ -137,7 +137,7 @@ func simSliceNames(held *snapshot.Snapshot, owner snapshot.Name) (names []string
 
 // simConfig is what an operator may have decided.
 func simConfig(r *rand.Rand) dataplane.Config {
-	return dataplane.Config{
+	c := dataplane.Config{
 		NodeName: "node-1",
 		DetectLocal: oneOf(r,
 			dataplane.DetectLocal{ClusterCIDRs: []netip.Prefix{lab.PodRange[0], lab.PodRange[1]}},
@@ -151,6 +151,8 @@ func simConfig(r *rand.Rand) dataplane.Config {
 		AsKubeProxy:        r.IntN(4) == 0,
 		SecondChance:       oneOf(r, snapshot.SecondChanceDefault, snapshot.SecondChanceOn, snapshot.SecondChanceObserve),
 	}
+	c.Records = c.PingServices != c.RejectUnusedPorts // of no more lots, so that older seeds mean the same
+	return c
 }
 
 // simObject is one object of the cluster; the watch tells its versions in order.

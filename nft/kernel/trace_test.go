@@ -30,7 +30,7 @@ var traceConfigs = []dataplane.Config{
 	{NodeName: "node-1", LocalhostNodePorts: true, PingServices: true, RejectUnusedPorts: true, DetectLocal: tracedPods,
 		IPVS: dataplane.IPVS{Mode: dataplane.IPVSAuto}},
 	{NodeName: "node-1", SecondChance: snapshot.SecondChanceOn},
-	{NodeName: "node-1", MasqueradeAll: true, RejectUnusedPorts: true, DetectLocal: tracedPods},
+	{NodeName: "node-1", MasqueradeAll: true, RejectUnusedPorts: true, Records: true, DetectLocal: tracedPods},
 	{NodeName: "node-1", RejectUnusedPorts: true,
 		DetectLocal: dataplane.DetectLocal{Mode: dataplane.DetectBridgeInterface, Interface: "cni0"}},
 	{NodeName: "node-1", AsKubeProxy: true, LocalhostNodePorts: true, DetectLocal: tracedPods},

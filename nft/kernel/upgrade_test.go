@@ -159,7 +159,7 @@ func TestEvidenceSwitched(t *testing.T) {
 				"add element ip verdict services { "+frontend+` counter packets 7 bytes 420 comment "shop/cart:http"`+
 				" : 90b1:2c12 }", labtest.Nfts(t)[0].Path, "-f", "-")
 			for _, evidence := range []bool{true, false, true} {
-				st.Evidence = evidence
+				st.Evidence, st.Records = evidence, !evidence
 				for _, sp := range st.Services[snapshot.Name{Namespace: "shop", Name: "cart"}].Ports {
 					sp.SecondChance = snapshot.SecondChanceOff
 				}
@@ -193,6 +193,9 @@ func switchEvidence(t *testing.T, b *Backend, st *dataplane.State) {
 	}
 	if has := strings.Contains(got, "ip chain evidence\n"); has != st.Evidence {
 		t.Errorf("evidence %v, chain evidence there: %v", st.Evidence, has)
+	}
+	if has := strings.Contains(got, "ip chain record-resets\n"); has != st.Records {
+		t.Errorf("records %v, chain record-resets there: %v", st.Records, has)
 	}
 	if has := strings.Contains(got, "retry-services"); has != st.Evidence {
 		t.Errorf("evidence %v, a Service is retried: %v", st.Evidence, has)

@@ -39,6 +39,8 @@ type Config struct {
 	// AsKubeProxy does as kube-proxy does where no other field decides: this node's packets with a pod's address are a
 	// pod's.
 	AsKubeProxy bool
+	// Records has the backend log resets, and packets that it rejects or drops.
+	Records bool
 	// IPVS says which Services it schedules.
 	IPVS IPVS
 }

@@ -15,7 +15,7 @@ func TestEqual(t *testing.T) {
 	testkit.Compares(t, (*Service).equal, "Ports[].Frontends[].Routes[].Pool")
 	testkit.Compares(t, equalScheduling)
 	testkit.Compares(t, (*IPVS).equal)
-	testkit.Compares(t, (*host).equal, "loopback", "settings") // which follow from nodePortAddrs, and matter to no Service
+	testkit.Compares(t, (*host).equal, "loopback", "records", "settings") // which follow, or matter to no Service
 	testkit.Compares(t, (*Service).sameClaims, "Name", "ClusterIPs", "SilentClusterIPs", "PingableIPs",
 		"LoadBalancerIPs", "HealthCheckNodePort", "OverCapacity", "Counters", "Ports[].Hash",
 		"Ports[].Affinity", "Ports[].Cluster", "Ports[].Local", "Ports[].Serving", "Ports[].Scheduling",

@@ -39,6 +39,8 @@ type host struct {
 	rejectUnusedPorts bool
 	// podsFirst is Config.AsKubeProxy.
 	podsFirst bool
+	// records is Config.Records.
+	records bool
 	// settings are the configuration's Lines.
 	settings []string
 	// ipvs says which Services IPVS schedules. serviceCIDRs, and which parts of them others use, too, are set only if it
@@ -61,6 +63,7 @@ func newHost(cfg Config, s *snapshot.Snapshot, found []Overlap) host {
 
 		rejectUnusedPorts: cfg.RejectUnusedPorts,
 		podsFirst:         cfg.AsKubeProxy,
+		records:           cfg.Records,
 		settings:          cfg.Lines(),
 	}
 	if h.ipvs.Mode != IPVSNever {
@@ -94,7 +97,7 @@ func (h *host) equal(o *host) bool {
 func (st *State) setGlobals(h *host, serviceCIDRs []netip.Prefix, found []Overlap) (changed bool) {
 	serviceCIDRs = outermost(slices.Clone(serviceCIDRs))
 	evidence := h.secondChance != snapshot.SecondChanceOff
-	changed = st.Evidence != evidence || st.PodsFirst != h.podsFirst ||
+	changed = st.Evidence != evidence || st.Records != h.records || st.PodsFirst != h.podsFirst ||
 		st.Pods4 != h.pods[ipfamily.IPv4] || st.Pods6 != h.pods[ipfamily.IPv6] ||
 		st.MasqueradeAll != h.masqueradeAll || st.PingAddrs != h.pingAddrs ||
 		st.LocalhostNodePorts != h.loopback || !slices.Equal(st.ServiceCIDRs, serviceCIDRs) ||
@@ -103,7 +106,7 @@ func (st *State) setGlobals(h *host, serviceCIDRs []netip.Prefix, found []Overla
 	st.Pods4, st.Pods6, st.MasqueradeAll = h.pods[ipfamily.IPv4], h.pods[ipfamily.IPv6], h.masqueradeAll
 	st.LocalhostNodePorts, st.ServiceCIDRs, st.IPVSAddresses = h.loopback, serviceCIDRs, h.ipvs.Addresses
 	st.PodsFirst, st.SharedRanges = h.podsFirst, sharedRanges(found)
-	st.Evidence, st.PingAddrs, st.Settings = evidence, h.pingAddrs, h.settings
+	st.Evidence, st.Records, st.PingAddrs, st.Settings = evidence, h.records, h.pingAddrs, h.settings
 	return changed
 }
 

@@ -64,6 +64,9 @@ func (c *Config) Lines() (lines []string) {
 	if c.AsKubeProxy {
 		say("behavior", behaviorKubeProxy)
 	}
+	if c.Records {
+		truth("records", true)
+	}
 	truth("ping-services", c.PingServices)
 	truth("reject-unused-ports", c.RejectUnusedPorts)
 	say("ipvs", ipvsModes[c.IPVS.Mode])
@@ -113,6 +116,8 @@ func (c *Config) take(name, value string) {
 		c.SecondChance, _ = snapshot.ParseSecondChance(value)
 	case "behavior":
 		c.AsKubeProxy = value == behaviorKubeProxy
+	case "records":
+		c.Records = on
 	case "ping-services":
 		c.PingServices = on
 	case "reject-unused-ports":

@@ -38,6 +38,8 @@ type State struct {
 	// Evidence says that the backend must gather evidence about endpoints that do not answer or refuse. Otherwise every
 	// ServicePort's SecondChance is off.
 	Evidence bool
+	// Records says that the backend must log resets, and packets that it rejects or drops.
+	Records bool
 	// PingAddrs are this node's addresses that answer a ping of a Service address, per family. The zero Addr: none does.
 	PingAddrs ipfamily.Per[netip.Addr]
 	// Settings are the Lines of the Config that this is computed with. They change nothing for a packet.

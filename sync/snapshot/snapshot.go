@@ -94,6 +94,8 @@ type Service struct {
 	Scheduling *Scheduling
 	// Counters is what the Service's annotation asks of the budget for counters.
 	Counters Counters
+	// NoRecords says that its annotation keeps the Service's connections out of records. It changes nothing for a packet.
+	NoRecords bool
 	// SecondChance is what the Service's annotation asks for.
 	SecondChance SecondChance
 	// Drain is how long TCP connections may last after their endpoint stopped serving, whole seconds; 0 means as long as
@@ -179,6 +181,8 @@ type Endpoint struct {
 	Node string
 	// Zone is the zone it runs in; empty means unknown.
 	Zone string
+	// Pod is the name of its pod, in the slice's namespace. It is read only for records, and changes nothing for a packet.
+	Pod string
 	// ForZones and ForNodes are the topology hints; nil means no hint.
 	ForZones, ForNodes []string
 	// Ready, Serving and Terminating are the endpoint's conditions with the API's defaults applied.

@@ -26,6 +26,7 @@ const (
 	nameDrain            = "drain"
 	nameExternalFailover = "external-failover"
 	nameCounters         = "counters"
+	nameRecords          = "records"
 )
 
 // nameWeight is the annotation of an EndpointSlice.
@@ -36,8 +37,8 @@ const annotationCiliumWeight = "service.cilium.io/weight"
 
 // annotationNames are the names that an object of a kind may have after the domain.
 var annotationNames = map[string][]string{
-	"Service": {nameCounters, nameDrain, nameExternalFailover, nameScheduler, nameSecondChance, nameSlowStart, nameWeights,
-		nameZoneDemand, nameZones},
+	"Service": {nameCounters, nameDrain, nameExternalFailover, nameRecords, nameScheduler, nameSecondChance,
+		nameSlowStart, nameWeights, nameZoneDemand, nameZones},
 	"EndpointSlice": {nameWeight},
 }
 
@@ -57,6 +58,7 @@ func readServiceAnnotations(f *problemList, of map[string]string, s, last *snaps
 	}
 	s.Scheduling = a.scheduling(was.Scheduling)
 	s.Counters = word(&a, nameCounters, was.Counters, parseCounters, `neither "true" nor "false"`)
+	s.NoRecords = word(&a, nameRecords, was.NoRecords, parseNoRecords, `neither "on" nor "off"`)
 	s.SecondChance = word(&a, nameSecondChance, was.SecondChance, snapshot.ParseSecondChance,
 		`none of "off", "observe" and "on"`)
 	s.ExternalFailover = word(&a, nameExternalFailover, was.ExternalFailover, snapshot.ParseExternalFailover,
@@ -161,6 +163,9 @@ func parseCounters(text string) (snapshot.Counters, bool) {
 	}
 	return snapshot.CountersByBudget, false
 }
+
+// parseNoRecords reads whether a Service's connections are to be left out of records.
+func parseNoRecords(text string) (off, ok bool) { return text == "off", text == "off" || text == "on" }
 
 // duration reads an annotation that is a time of up to so many hours. Without it, that is 0.
 func (a *annotations) duration(name string, hours int, last time.Duration) time.Duration {

@@ -66,6 +66,8 @@ var apiLists = map[string]struct {
 		func() metav1.Object { return &corev1.Service{} }},
 	"nodes": {corev1.SchemeGroupVersion, func() runtime.Object { return &corev1.NodeList{} },
 		func() metav1.Object { return &corev1.Node{} }},
+	"pods": {corev1.SchemeGroupVersion, func() runtime.Object { return &corev1.PodList{} },
+		func() metav1.Object { return &corev1.Pod{} }},
 	"endpointslices": {discoveryv1.SchemeGroupVersion, func() runtime.Object { return &discoveryv1.EndpointSliceList{} },
 		func() metav1.Object { return &discoveryv1.EndpointSlice{} }},
 	"servicecidrs": {networkingv1.SchemeGroupVersion, func() runtime.Object { return &networkingv1.ServiceCIDRList{} },
@@ -168,6 +170,8 @@ func resourceOf(o metav1.Object) string {
 		return "services"
 	case *corev1.Node:
 		return "nodes"
+	case *corev1.Pod:
+		return "pods"
 	case *discoveryv1.EndpointSlice:
 		return "endpointslices"
 	}

@@ -59,6 +59,8 @@ func truncate[T any](f *problemList, field string, list []T, most int) []T {
 // wrote.
 type converter struct {
 	interner
+	// pods has slices name the pods of their endpoints.
+	pods bool
 }
 
 // service returns nil for a Service that is not to be served: headless, ExternalName, another proxy's, or without a
@@ -418,6 +420,9 @@ func (c *converter) endpointsOf(f *problemList, o *discoveryv1.EndpointSlice) []
 			Ready:       ptr.Deref(e.Conditions.Ready, true),
 			Serving:     ptr.Deref(e.Conditions.Serving, true),
 			Terminating: ptr.Deref(e.Conditions.Terminating, false),
+		}
+		if ref := e.TargetRef; c.pods && ref != nil && ref.Kind == "Pod" {
+			ep.Pod = strings.Clone(ref.Name)
 		}
 		if e.Hints != nil {
 			ep.ForZones, ep.ForNodes = c.hints(e.Hints)

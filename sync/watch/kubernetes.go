@@ -43,6 +43,8 @@ type Kubernetes struct {
 	Config *rest.Config
 	// NodeName is the name of the Node to watch.
 	NodeName string
+	// PodNames reads the names of endpoints' pods.
+	PodNames bool
 	// Report gets a *Problem of an object, or an error of the connection, which is reported once and then at most every
 	// five minutes. Nil drops them. Calls do not overlap.
 	Report func(error)
@@ -145,7 +147,7 @@ func InCluster() bool {
 var apiTypes = func() serializer.CodecFactory {
 	s := runtime.NewScheme()
 	s.AddKnownTypes(corev1.SchemeGroupVersion, &corev1.Service{}, &corev1.ServiceList{}, &corev1.Node{},
-		&corev1.NodeList{})
+		&corev1.NodeList{}, &corev1.Pod{}, &corev1.PodList{})
 	s.AddKnownTypes(discoveryv1.SchemeGroupVersion, &discoveryv1.EndpointSlice{}, &discoveryv1.EndpointSliceList{})
 	s.AddKnownTypes(networkingv1.SchemeGroupVersion, &networkingv1.ServiceCIDR{}, &networkingv1.ServiceCIDRList{})
 	for _, gv := range []schema.GroupVersion{
@@ -185,7 +187,7 @@ func (k *Kubernetes) Run(ctx context.Context, sink Sink) error {
 
 // resources returns what to watch. The selectors are kube-proxy's.
 func (k *Kubernetes) resources(sink Sink, report func(error)) []resource {
-	c := &converter{}
+	c := &converter{pods: k.PodNames}
 	complete := func(name string) func() {
 		return func() {
 			if k.markListed(name) {

@@ -17,7 +17,8 @@ func sameService(a, b *snapshot.Service) bool {
 		a.Affinity == b.Affinity && a.HealthCheckNodePort == b.HealthCheckNodePort &&
 		slices.Equal(a.ClusterIPs, b.ClusterIPs) && slices.Equal(a.ExternalIPs, b.ExternalIPs) &&
 		slices.Equal(a.LoadBalancerIPs, b.LoadBalancerIPs) && slices.Equal(a.SourceRanges, b.SourceRanges) &&
-		slices.Equal(a.Ports, b.Ports) && a.Counters == b.Counters && a.SecondChance == b.SecondChance &&
+		slices.Equal(a.Ports, b.Ports) && a.Counters == b.Counters && a.NoRecords == b.NoRecords &&
+		a.SecondChance == b.SecondChance &&
 		a.Drain == b.Drain && a.SlowStart == b.SlowStart &&
 		a.ExternalFailover == b.ExternalFailover &&
 		sameScheduling(a.Scheduling, b.Scheduling)
@@ -35,7 +36,7 @@ func sameSlice(a, b *snapshot.Slice) bool {
 }
 
 func sameEndpoint(a, b snapshot.Endpoint) bool {
-	return a.Addr == b.Addr && a.Node == b.Node && a.Zone == b.Zone && a.Ready == b.Ready &&
+	return a.Addr == b.Addr && a.Node == b.Node && a.Zone == b.Zone && a.Pod == b.Pod && a.Ready == b.Ready &&
 		a.Serving == b.Serving && a.Weight == b.Weight && a.Terminating == b.Terminating &&
 		slices.Equal(a.ForZones, b.ForZones) && slices.Equal(a.ForNodes, b.ForNodes)
 }

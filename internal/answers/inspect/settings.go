@@ -37,6 +37,7 @@ func settingsOf(x *dataplane.Explanation) (list []Setting) {
 	add(svc.SlowStart > 0, "slow-start", units.Span(svc.SlowStart), "")
 	add(svc.Counters == snapshot.CountersFirst, "counters", "true", "")
 	add(svc.Counters == snapshot.CountersNever, "counters", "false", "")
+	add(svc.NoRecords, "records", "off", "")
 	return list
 }
 

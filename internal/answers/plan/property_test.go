@@ -92,9 +92,9 @@ func newBed(t *testing.T, seed uint64) *bed {
 		}
 	}
 	var backend *kernel.Backend
-	var cleans, releases *conntrack.Conn
+	var walks *conntrack.Conn
 	labtest.Check(t, b.Node.Do(func() (err error) {
-		for _, c := range []**conntrack.Conn{&cleans, &releases, &b.flows} {
+		for _, c := range []**conntrack.Conn{&walks, &b.flows} {
 			if *c, err = conntrack.Dial(0); err != nil {
 				return err
 			}
@@ -110,7 +110,8 @@ func newBed(t *testing.T, seed uint64) *bed {
 	}))
 	labtest.Check(t, b.Node.Sysctl("net/netfilter/nf_conntrack_udp_timeout", "3600"))
 	labtest.Check(t, b.Node.Sysctl("net/netfilter/nf_conntrack_udp_timeout_stream", "3600"))
-	cleaner := conntrack.NewCleaner(cleans, func(r conntrack.SweepResult) {
+	walker := conntrack.NewWalker(walks)
+	cleaner := conntrack.NewCleaner(walker, func(r conntrack.SweepResult) {
 		b.mu.Lock()
 		defer b.mu.Unlock()
 		b.removed += r.Flows[0].Removed + r.Flows[1].Removed
@@ -118,19 +119,18 @@ func newBed(t *testing.T, seed uint64) *bed {
 			t.Error(r.Err)
 		}
 	})
-	releaser := conntrack.NewReleaser(releases, conntrack.ReleaserOptions{})
+	releaser := conntrack.NewReleaser(walker, conntrack.ReleaserOptions{})
 	cleaner.SetTCP(releaser)
 	b.loop = &reconciletest.Loop{Writer: backend,
 		Listeners: []reconcile.Listener{cleaner.Listener(), releaser.Listener()}}
 	ctx, cancel := context.WithCancel(context.Background())
 	var done sync.WaitGroup
-	done.Go(func() { cleaner.Run(ctx) })
-	done.Go(func() { releaser.Run(ctx) })
+	done.Go(func() { walker.Run(ctx) })
 	t.Cleanup(func() {
 		cancel()
 		done.Wait()
 		backend.Close()
-		for _, c := range []*conntrack.Conn{cleans, releases, b.flows} {
+		for _, c := range []*conntrack.Conn{walks, b.flows} {
 			c.Close()
 		}
 		b.reader.Close()

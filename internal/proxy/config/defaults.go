@@ -93,6 +93,7 @@ func (d *Document) setDefaults(behavior string) {
 	orPointer(&v.CounterMemoryMiB, DefaultCounterMemoryMiB)
 	orDefault(&v.EverywhereToken, "/var/run/secrets/verdict-collector/token")
 	orPointer(&v.LedgerMaxMiB, 64)
+	orDefault(&v.Records, "off")
 }
 
 // setBehaviorDefaults fills in the fields by which packets meet something else than with kube-proxy. Its modes nftables

@@ -76,6 +76,8 @@ type VerdictConfiguration struct {
 	Ledger string `json:"ledger"`
 	// LedgerMaxMiB limits the size of its files.
 	LedgerMaxMiB *int32 `json:"ledgerMaxMiB"`
+	// Records selects whether connections are recorded: on or off.
+	Records Switch `json:"records"`
 }
 
 // Switch is a word that may be on or off. YAML reads these two as truth values unless they are in quotes.

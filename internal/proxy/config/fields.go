@@ -178,6 +178,8 @@ var fields = []field{
 		"`/var/lib/verdict/ledger`, see [LEDGER.md](LEDGER.md); empty disables it", checkDirectory},
 	{verdictKind + ".ledgerMaxMiB", Restart, "maximum size of the files there; the oldest records are deleted",
 		within(1, 1<<20)},
+	{verdictKind + ".records", Restart, "`on` records connections to Services: who connected, how much was sent, and " +
+		"how each ended, see [RECORDS.md](RECORDS.md)", oneOf("on", "off")},
 }
 
 // fieldNamed returns the field of this name. It panics if there is none.

@@ -174,6 +174,7 @@ var fieldRows = []struct{ name, standard, good, bad, message string }{
 	{"VerdictConfiguration.ledger", `""`, `/var/lib/verdict/ledger`, `ledger`,
 		`"ledger" is not an absolute path` + notSet},
 	{"VerdictConfiguration.ledgerMaxMiB", `64`, `1`, `0`, `0 is not within 1 to 1048576` + isDefault + "64"},
+	{"VerdictConfiguration.records", `off`, `on`, `perhaps`, `"perhaps" is not one of on, off` + isDefault + "off"},
 }
 
 // TestFields: each field has kube-proxy's default, takes what is right, and says exactly what is wrong otherwise. The

@@ -47,7 +47,7 @@ func TestFlagNames(t *testing.T) {
 		"ipvs",
 		"ipvs-addresses",
 		"counter-memory-mib",
-		"everywhere", "everywhere-token", "ledger", "ledger-max-mib",
+		"everywhere", "everywhere-token", "ledger", "ledger-max-mib", "records",
 		"ipvs-services",
 		"metrics-connections",
 		"metrics-max-series",
@@ -268,6 +268,7 @@ func TestPolicyFlags(t *testing.T) {
 		"pod-bridge-interface",
 		"pod-interface-name-prefix",
 		"proxy-mode",
+		"records",
 		"reject-unused-ports",
 		"second-chance",
 	}

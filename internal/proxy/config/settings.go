@@ -221,6 +221,7 @@ func (d *Document) policy() dataplane.Config {
 		RejectUnusedPorts:  *d.Verdict.RejectUnusedPorts,
 		IPVS:               d.ipvs(),
 		AsKubeProxy:        d.asKubeProxy(),
+		Records:            d.Verdict.Records == "on",
 	}
 	p.SecondChance, _ = snapshot.ParseSecondChance(string(d.Verdict.SecondChance))
 	p.NodePortAddresses, p.NodePortPrimary = nodePortAddresses(c.NodePortAddresses, string(c.Mode))

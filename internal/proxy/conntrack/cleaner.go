@@ -27,14 +27,11 @@ type table interface {
 
 // SweepResult is what a Cleaner reports after each sweep.
 type SweepResult struct {
-	// Frontends is how many frontends were checked. Lists is how many times the kernel walked its table for that.
-	Frontends, Lists int
+	// Frontends is how many frontends were checked.
+	Frontends int
 	// Flows counts the flows that were found.
 	Flows ipfamily.Per[Flows]
-	// Took is the time from start to end. Worked is Took without the pauses.
-	Took, Worked time.Duration
-	// Err says why the sweep ended early. The Cleaner repeats a sweep that failed.
-	Err error
+	Walked
 }
 
 // Flows counts flows.
@@ -44,12 +41,11 @@ type Flows struct {
 	Judged, Removed int
 }
 
-// Cleaner removes flows that a transaction made stale. Make one with NewCleaner, add its Listener to the loop, and call
-// Run.
+// Cleaner removes flows that a transaction made stale. Make one with NewCleaner, add its Listener to the loop, and run
+// the Walker.
 type Cleaner struct {
-	table  table
+	walker *Walker
 	report func(SweepResult)
-	wake   chan struct{}
 
 	// mu protects what follows. While nothing is written, programmed holds the frontends that are in force. During a
 	// transaction no flow is judged: one to an endpoint that has just been added would look like a flow to a removed one.
@@ -83,26 +79,15 @@ const (
 	secondSweepAfter = time.Second
 )
 
-// After a failed sweep, the next one waits for retryFirst, then twice as long each time, up to retryMost.
-const (
-	retryFirst = time.Second
-	retryMost  = time.Minute
-)
-
-// NewCleaner returns a Cleaner that has seen no transaction yet. After each sweep it calls report, which may be nil.
-func NewCleaner(c *Conn, report func(SweepResult)) *Cleaner { return newCleaner(c, report) }
-
-func newCleaner(t table, report func(SweepResult)) *Cleaner {
+// NewCleaner returns a Cleaner that has seen no transaction yet. After each sweep it calls report, which may be nil. A
+// sweep that fails is reported and repeated.
+func NewCleaner(w *Walker, report func(SweepResult)) *Cleaner {
 	if report == nil {
 		report = func(SweepResult) {}
 	}
-	return &Cleaner{
-		table:      t,
-		report:     report,
-		wake:       make(chan struct{}, 1),
-		programmed: frontends{},
-		pending:    map[dataplane.Key]pendingSweep{},
-	}
+	c := &Cleaner{walker: w, report: report, programmed: frontends{}, pending: map[dataplane.Key]pendingSweep{}}
+	w.add(&user{next: c.next, start: func() look { return c.takeDue() }, mostRest: math.MaxInt64})
+	return c
 }
 
 // SetTCP names the Releaser that listens to the same loop, after the Cleaner. Call it before anything else.
@@ -151,10 +136,7 @@ func (c *Cleaner) committed(commit reconcile.Commit) {
 		}
 	}
 	c.inSync = true
-	select {
-	case c.wake <- struct{}{}:
-	default:
-	}
+	c.walker.wakeUp()
 }
 
 // checkAll says whether a transaction is followed by a check of every frontend, and schedules it. If the state is
@@ -173,25 +155,6 @@ func (c *Cleaner) checkAll(commit reconcile.Commit, now pendingSweep) bool {
 		c.all = pendingSweep{now.due.Add(secondSweepAfter), sweepsPerChange}
 	}
 	return true
-}
-
-// Run sweeps until the context ends, and then returns nil. A sweep that fails is reported and repeated.
-func (c *Cleaner) Run(ctx context.Context) error {
-	repeat(ctx, c.wake, c.next, func(retry time.Duration) (time.Duration, error) {
-		s := c.takeDue()
-		l := s.run(ctx)
-		if ctx.Err() != nil {
-			return 0, l.Err
-		}
-		wait := secondSweepAfter
-		if l.Err != nil {
-			wait = retry
-		}
-		c.requeue(s, l.Err != nil, time.Now().Add(wait))
-		c.report(l)
-		return l.Worked, l.Err
-	}, math.MaxInt64)
-	return nil
 }
 
 // next returns when the earliest pending sweep is due.
@@ -251,46 +214,38 @@ func (c *Cleaner) requeue(s *sweep, failed bool, due time.Time) {
 type sweep struct {
 	*Cleaner
 	// keys and all say how many checks are left for each, this one included.
-	keys  map[dataplane.Key]int
-	all   int
-	stale []flow
-	pace
+	keys map[dataplane.Key]int
+	all  int
+	// result counts what the sweep has found so far.
+	result SweepResult
+	stale  ipfamily.Per[[]flow]
 }
 
 // errNotInSync ends a sweep: a transaction failed during it, so nobody knows what is programmed.
 var errNotInSync = errors.New("conntrack: a transaction failed; flows are left alone until one succeeds")
 
-// run lists the flows to the sweep's frontends and deletes the stale ones.
-func (s *sweep) run(ctx context.Context) SweepResult {
-	s.begin()
+func (s *sweep) queries(narrow bool) []query {
 	keys, n := s.frontends()
-	l := SweepResult{Frontends: n}
-	l.Err = s.listAll(ctx, keys, &l)
-	l.Took, l.Worked = s.took()
-	return l
+	s.result.Frontends = n
+	list := queries(keys, narrow)
+	for i := range list {
+		list[i].unanswered = list[i].protocol == snapshot.TCP // no other one is stale
+	}
+	return list
 }
 
-func (s *sweep) listAll(ctx context.Context, keys []dataplane.Key, l *SweepResult) error {
-	narrow := s.table.narrow()
-	for _, q := range queries(keys, narrow) {
-		q.unanswered = q.protocol == snapshot.TCP // no other one is stale
-		l.Lists++
-		err := s.table.list(q, func(flows []flow) error {
-			if err := s.deleteStale(ctx, flows, &l.Flows[q.family]); err != nil {
-				return err
-			}
-			s.throttle(ctx)
-			return ctx.Err()
-		})
-		if err != nil {
-			return err
-		}
-		if narrow && !s.table.filters() {
-			return s.listAll(ctx, keys, l) // now one family at a time
-		}
-		s.throttle(ctx)
+func (s *sweep) done(ctx context.Context, w Walked, retry time.Duration) (vain bool) {
+	if ctx.Err() != nil {
+		return true
 	}
-	return nil
+	wait := secondSweepAfter
+	if w.Err != nil {
+		wait = retry
+	}
+	s.requeue(s, w.Err != nil, time.Now().Add(wait))
+	s.result.Walked = w
+	s.report(s.result)
+	return s.result.Flows[ipfamily.IPv4].Removed+s.result.Flows[ipfamily.IPv6].Removed == 0
 }
 
 // frontends returns the frontends to check, in any order, and how many they are. Of those of TCP it may leave out what
@@ -316,10 +271,9 @@ func (s *sweep) frontends() (keys []dataplane.Key, n int) {
 	return keys, n
 }
 
-// deleteStale deletes the stale ones of a few flows. The lock keeps transactions out between the decision and the
-// deletion.
-func (s *sweep) deleteStale(ctx context.Context, flows []flow, count *Flows) error {
-	if err := s.lock(ctx, &s.mu); err != nil {
+// see deletes the stale ones of a few flows. The lock keeps transactions out between the decision and the deletion.
+func (s *sweep) see(ctx context.Context, p *pace, flows []flow) error {
+	if err := p.lock(ctx, &s.mu); err != nil {
 		return err
 	}
 	defer s.mu.Unlock()
@@ -327,28 +281,33 @@ func (s *sweep) deleteStale(ctx context.Context, flows []flow, count *Flows) err
 		return errNotInSync
 	}
 	if s.tcp != nil { // the loop closes in the same order, and then opens both: the Releaser's is about to open
-		if err := s.lock(ctx, &s.tcp.mu); err != nil {
+		if err := p.lock(ctx, &s.tcp.mu); err != nil {
 			return err
 		}
 		defer s.tcp.mu.Unlock()
 	}
-	s.stale = s.stale[:0]
+	for i := range s.stale {
+		s.stale[i] = s.stale[i][:0]
+	}
 	for i := range flows {
 		f := &flows[i]
 		if !s.covers(f.frontend) {
 			continue
 		}
-		count.Judged++
+		family := ipfamily.Of(f.frontend.Addr)
+		s.result.Flows[family].Judged++
 		if s.isStale(f) && !(s.asKubeProxy && s.programmed.leftByKubeProxy(f)) {
-			s.stale = append(s.stale, *f)
+			s.stale[family] = append(s.stale[family], *f)
 		}
 	}
-	if len(s.stale) == 0 {
-		return nil
+	for family, stale := range s.stale {
+		removed, err := s.walker.table.remove(stale)
+		s.result.Flows[family].Removed += removed
+		if err != nil {
+			return err
+		}
 	}
-	removed, err := s.table.remove(s.stale)
-	count.Removed += removed
-	return err
+	return nil
 }
 
 // covers says whether a frontend is one of those to check. The kernel may list other flows, too.

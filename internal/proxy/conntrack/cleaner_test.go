@@ -136,7 +136,7 @@ func running(t *testing.T, table *fakeTable, st *dataplane.State) (*Cleaner, *[]
 	ctx, cancel := context.WithCancel(context.Background())
 	var told []SweepResult
 	c := newCleaner(table, func(l SweepResult) { told = append(told, l) })
-	go c.Run(ctx)
+	go c.walker.Run(ctx)
 	t.Cleanup(func() { cancel(); synctest.Wait() })
 	if st != nil {
 		_, err := behind(c, backendFunc(fine)).Apply(st, dataplane.Change{})
@@ -170,10 +170,8 @@ func TestLooksTwice(t *testing.T) {
 		}
 		want := SweepResult{
 			Frontends: 1,
-			Lists:     1,
 			Flows:     ipfamily.Per[Flows]{{Judged: 2, Removed: 1}},
-			Took:      table.takes,
-			Worked:    table.takes,
+			Walked:    Walked{Lists: 1, Took: table.takes, Worked: table.takes},
 		}
 		if !slices.Equal(*told, []SweepResult{want, want}) {
 			t.Errorf("told %+v", *told)

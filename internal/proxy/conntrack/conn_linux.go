@@ -14,12 +14,14 @@ import (
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
-// Conn is a pair of netlink sockets to the kernel's connection tracking. Flows are deleted while their list is still
-// being read, so that memory use does not depend on the number of flows. It is not safe for concurrent use.
+// Conn holds netlink sockets to the kernel's connection tracking. Flows are deleted while their list is still being
+// read, so that memory use does not depend on the number of flows. It is not safe for concurrent use.
 type Conn struct {
 	lists, deletes *netlink.Conn
-	out            netlink.Buffer
-	flows          []flow
+	// spare takes the place of lists while that is being read: between two datagrams, there may be another list.
+	spare *netlink.Conn
+	out   netlink.Buffer
+	flows []flow
 	// unfiltered says that this kernel is older than 5.8: it ignores CTA_FILTER silently.
 	unfiltered bool
 	// few is fewFlows, but for tests.
@@ -32,19 +34,25 @@ const fewFlows = 4096
 
 // Dial opens the sockets in the network namespace of a file descriptor; 0 is the caller's own namespace.
 func Dial(netns int) (*Conn, error) {
-	lists, err := netlink.Dial(unix.NETLINK_NETFILTER, netns)
-	if err != nil {
-		return nil, fmt.Errorf("conntrack: %w", err)
+	c := &Conn{few: fewFlows}
+	for _, to := range []**netlink.Conn{&c.lists, &c.spare, &c.deletes} {
+		var err error
+		if *to, err = netlink.Dial(unix.NETLINK_NETFILTER, netns); err != nil {
+			return nil, fmt.Errorf("conntrack: %w", errors.Join(err, c.Close()))
+		}
 	}
-	deletes, err := netlink.Dial(unix.NETLINK_NETFILTER, netns)
-	if err != nil {
-		return nil, fmt.Errorf("conntrack: %w", errors.Join(err, lists.Close()))
-	}
-	return &Conn{lists: lists, deletes: deletes, few: fewFlows}, nil
+	return c, nil
 }
 
 // Close closes the sockets.
-func (c *Conn) Close() error { return errors.Join(c.lists.Close(), c.deletes.Close()) }
+func (c *Conn) Close() (err error) {
+	for _, socket := range []*netlink.Conn{c.lists, c.spare, c.deletes} {
+		if socket != nil {
+			err = errors.Join(err, socket.Close())
+		}
+	}
+	return err
+}
 
 // Load makes the kernel load the connection tracking module if it is not loaded yet. Any request does that. Afterwards
 // its sysctls exist.
@@ -75,7 +83,7 @@ func (c *Conn) count() (n uint32, err error) {
 	c.out.Reset()
 	m := c.out.Netfilter(messageStats, 0, unix.AF_UNSPEC)
 	c.out.End(m)
-	err = c.lists.Query(c.out.Bytes(), func(body []byte) {
+	err = c.deletes.Query(c.out.Bytes(), func(body []byte) {
 		if value := netlink.Find(body[min(netlink.NetfilterLen, len(body)):], ctaStatsEntries); len(value) == 4 {
 			n = binary.BigEndian.Uint32(value)
 		}
@@ -86,9 +94,9 @@ func (c *Conn) count() (n uint32, err error) {
 // maxDumps bounds how often a list restarts because it was inconsistent.
 const maxDumps = 10
 
-// list calls do with the flows that match a query, one datagram at a time. If the kernel interrupts a list, it
-// restarts, and do sees some flows twice. If the kernel turns out not to filter, filters returns false from then on,
-// and do may have seen any flows.
+// list calls do with the flows that match a query, one datagram at a time. At its end, do may call list, once. If the
+// kernel interrupts a list, it restarts, and do sees some flows twice. If the kernel turns out not to filter, filters
+// returns false from then on, and do may have seen any flows.
 func (c *Conn) list(q query, do func([]flow) error) error {
 	for range maxDumps {
 		err := c.listOnce(q, do)
@@ -107,12 +115,15 @@ func (c *Conn) list(q query, do func([]flow) error) error {
 func (c *Conn) listOnce(q query, do func([]flow) error) error {
 	c.out.Reset()
 	writeList(&c.out, q)
-	if err := c.lists.Ask(c.out.Bytes()); err != nil {
+	socket := c.lists
+	c.lists, c.spare = c.spare, nil
+	defer func() { c.lists, c.spare = socket, c.lists }()
+	if err := socket.Ask(c.out.Bytes()); err != nil {
 		return err
 	}
 	for {
 		c.flows = c.flows[:0]
-		done, err := c.lists.Next(func(body []byte) { c.appendFlow(q, body) })
+		done, err := socket.Next(func(body []byte) { c.appendFlow(q, body) })
 		if len(c.flows) > 0 {
 			if err := do(c.flows); err != nil {
 				return err

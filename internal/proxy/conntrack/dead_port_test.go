@@ -35,7 +35,7 @@ func (p *proxied) useIPTables() {
 		}
 		chains, err := xtables.Open(programs, xtables.Options{Log: slog.New(slog.DiscardHandler)})
 		p.t.Cleanup(func() { chains.Close() })
-		p.cleaner = NewCleaner(open(p.t, p.Node), nil)
+		p.cleaner = newCleaner(open(p.t, p.Node), nil)
 		p.backend = behind(p.cleaner, chains)
 		return err
 	}))

@@ -26,7 +26,11 @@ const (
 
 // writeList writes the request for a list.
 func writeList(w *netlink.Buffer, q query) {
-	m := w.Netfilter(messageGet, unix.NLM_F_DUMP, q.family.NFProto())
+	family := q.family.NFProto()
+	if q.both {
+		family = unix.AF_UNSPEC
+	}
+	m := w.Netfilter(messageGet, unix.NLM_F_DUMP, family)
 	switch {
 	case q.endpoint.IsValid():
 		writeReplyFilter(w, q)

@@ -14,8 +14,9 @@ type flow struct {
 	frontend dataplane.Key
 	// endpoint is the source of the replies: where the packet was sent.
 	endpoint netip.AddrPort
-	// client is where the first packet came from.
-	client netip.AddrPort
+	// client is where the first packet came from, and masquerade where the replies go: to the client, or to what the
+	// kernel put in its place.
+	client, masquerade netip.AddrPort
 	// answered says that the endpoint has sent a packet.
 	answered bool
 	// tcp is only known for TCP.
@@ -25,6 +26,8 @@ type flow struct {
 	// reply (the tuple of the replies), zone and id identify the flow, in the kernel's encoding. zone is nil in the
 	// default zone.
 	reply, zone, id []byte
+	// attrs is all that the kernel sent.
+	attrs []byte
 }
 
 // tcpInfo is what the kernel knows of a TCP connection.
@@ -97,7 +100,7 @@ type tuple struct {
 // parseFlow reads the attributes of an entry. It returns false if a required attribute is missing; such an entry is
 // never deleted.
 func parseFlow(attrs []byte) (flow, bool) {
-	f := flow{answered: true} // one without a status is left alone
+	f := flow{answered: true, attrs: attrs} // one without a status is left alone
 	var original, reply tuple
 	for typ, v := range netlink.Each(attrs) {
 		switch typ {
@@ -120,6 +123,7 @@ func parseFlow(attrs []byte) (flow, bool) {
 	f.frontend = dataplane.Key{Addr: original.dst, Protocol: original.protocol, Port: original.dstPort}
 	f.client = netip.AddrPortFrom(original.src, original.srcPort)
 	f.endpoint = netip.AddrPortFrom(reply.src, reply.srcPort)
+	f.masquerade = netip.AddrPortFrom(reply.dst, reply.dstPort)
 	f.zoned = f.zone != nil || original.zoned || reply.zoned
 	complete := original.dst.IsValid() && original.dstPort != 0 && reply.src.IsValid() && reply.srcPort != 0 &&
 		original.protocol == reply.protocol && len(f.id) == 4

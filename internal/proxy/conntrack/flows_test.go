@@ -68,7 +68,7 @@ func (p *proxied) restart(looked func(SweepResult)) {
 	p.t.Cleanup(func() { nft.Close() })
 	p.planner = dataplane.NewPlanner(dataplane.Config{NodeName: "node", LocalhostNodePorts: true,
 		DetectLocal: dataplane.DetectLocal{ClusterCIDRs: lab.PodRange}})
-	p.cleaner = NewCleaner(open(p.t, p.Node), looked)
+	p.cleaner = newCleaner(open(p.t, p.Node), looked)
 	p.backend = behind(p.cleaner, nft)
 }
 
@@ -443,7 +443,7 @@ func TestRun(t *testing.T) {
 	p.restart(func(l SweepResult) { told <- l })
 	ctx, cancel := context.WithCancel(context.Background())
 	done := make(chan error)
-	go func() { done <- p.cleaner.Run(ctx) }()
+	go func() { done <- p.cleaner.walker.Run(ctx) }()
 	p.apply(p.service(nil, 5353, ready(p.Pods[0])...))
 	udp := p.held(snapshot.UDP)
 	for i := range 6 {

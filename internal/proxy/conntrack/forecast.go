@@ -65,7 +65,8 @@ var ErrManyFlows = errors.New("there are more than 1,048,576 flows to the Servic
 // that is not there.
 func NewForecast(before, after []*dataplane.Service) *Forecast {
 	none := make([]*dataplane.Service, len(before))
-	c, r := newCleaner(nil, nil), newReleaser(nil, ReleaserOptions{})
+	w := newWalker(nil)
+	c, r := NewCleaner(w, nil), NewReleaser(w, ReleaserOptions{})
 	c.SetTCP(r)
 	for i, commit := range []reconcile.Commit{{Before: none, After: before}, {Before: before, After: after}} {
 		for _, l := range []reconcile.Listener{c.Listener(), r.Listener()} {
@@ -112,7 +113,7 @@ func (f *Forecast) read(ctx context.Context, t table, do func(OpenFlow)) error {
 	}
 	for {
 		narrow := t.narrow()
-		for _, q := range queries(keys, narrow) {
+		for _, q := range merge(queries(keys, narrow)) {
 			if err := t.list(q, func(flows []flow) error { return errors.Join(f.judgeAll(flows, do), ctx.Err()) }); err != nil {
 				return err
 			}

@@ -41,7 +41,7 @@ func TestForecastIsWhatCleanerDoes(t *testing.T) {
 						states[i] = state(service("dns", ports))
 					}
 				}
-				c := NewCleaner(conn, nil)
+				c := newCleaner(conn, nil)
 				b := behind(c, &noBackend{})
 				_, err := b.Apply(states[0], dataplane.Change{})
 				labtest.Check(t, err)

@@ -9,6 +9,8 @@
 // TCP connections may outlive the removal of their endpoint, which may serve them to their end. A Releaser deletes only
 // those that nobody answers, and those whose Service has a deadline. Unanswered deletes those that an endpoint has not
 // answered, and is known not to. The Cleaner deletes those that began before their frontend was there.
+//
+// All of them get their flows from one Walker, so that the kernel walks its table as seldom as possible.
 package conntrack
 
 import (

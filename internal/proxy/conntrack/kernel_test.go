@@ -48,6 +48,10 @@ type entry struct {
 	endpoint netip.AddrPort
 	zone     uint16
 	answered bool
+	// masquerade, if it is valid, takes the client's place.
+	masquerade netip.AddrPort
+	// nat has the kernel translate, which sets the status bit.
+	nat bool
 }
 
 // clientOf gives the nth of many clients.
@@ -101,7 +105,15 @@ func writeInsert(w *netlink.Buffer, e entry) {
 		w.Close(t)
 	}
 	tuple(ctaTupleOrig, e.client, frontend)
-	tuple(ctaTupleReply, e.endpoint, e.client)
+	if !e.masquerade.IsValid() {
+		e.masquerade = e.client
+	}
+	if e.nat {
+		tuple(ctaTupleReply, frontend, e.client)
+		writeNAT(w, e.endpoint)
+	} else {
+		tuple(ctaTupleReply, e.endpoint, e.masquerade)
+	}
 	w.Big32(ctaTimeout, 3600)
 	if e.zone != 0 {
 		w.Big16(ctaZone, e.zone)
@@ -117,6 +129,22 @@ func writeInsert(w *netlink.Buffer, e entry) {
 		w.Close(info)
 	}
 	w.End(m)
+}
+
+// writeNAT writes CTA_NAT_DST of linux/netfilter/nfnetlink_conntrack.h.
+func writeNAT(w *netlink.Buffer, to netip.AddrPort) {
+	const natDst, v4MinIP, natProto, v6MinIP, portMin, portMax = 13, 1, 3, 4, 1, 2
+	addr := uint16(v6MinIP)
+	if to.Addr().Is4() {
+		addr = v4MinIP
+	}
+	nat := w.Nest(natDst)
+	w.Attr(addr, to.Addr().AsSlice()...)
+	proto := w.Nest(natProto)
+	w.Big16(portMin, to.Port())
+	w.Big16(portMax, to.Port())
+	w.Close(proto)
+	w.Close(nat)
 }
 
 // listAll gives all flows by what tells them apart, with their ids.
@@ -214,7 +242,7 @@ func TestExactFlows(t *testing.T) {
 				}
 				conn := emptyHost(t)
 				insert(t, conn, entries...)
-				c, full := NewCleaner(conn, nil), &noBackend{true}
+				c, full := newCleaner(conn, nil), &noBackend{true}
 				b := behind(c, full)
 				port := fmt.Sprintf("%v>%v,%v", k, endpoints[v6][0], endpoints[v6][1])
 				_, err := b.Apply(state(service("dns", port)), dataplane.Change{})
@@ -254,7 +282,7 @@ func TestExactFlows(t *testing.T) {
 }
 
 // TestFewFlows: how many flows there are decides whether frontends of all protocols and families take a list each, or
-// one for each family.
+// one together.
 func TestFewFlows(t *testing.T) {
 	conn := emptyHost(t)
 	entries, fronts := mixed()
@@ -266,9 +294,9 @@ func TestFewFlows(t *testing.T) {
 	for _, k := range fronts {
 		ports = append(ports, fmt.Sprintf("%v>%v", k, endpoints[ipfamily.Of(k.Addr)][0]))
 	}
-	for few, want := range map[uint32]int{uint32(len(entries)): 2, 0: 8} {
+	for few, want := range map[uint32]int{uint32(len(entries)): 1, 0: 8} {
 		conn.few = few
-		c := NewCleaner(conn, nil)
+		c := newCleaner(conn, nil)
 		_, err := behind(c, &noBackend{true}).Apply(state(service("dns", ports...)), dataplane.Change{})
 		labtest.Check(t, err)
 		if l := lookNow(t, c); l.Lists != want || l.Err != nil {
@@ -283,7 +311,7 @@ func TestKernelWithoutFilters(t *testing.T) {
 	entries, _ := mixed()
 	insert(t, conn, entries...)
 	k := key("10.96.0.1:53/udp")
-	c := NewCleaner(conn, nil)
+	c := newCleaner(conn, nil)
 	// What take would have seen of such a kernel.
 	labtest.Check(t, conn.list(query{family: ipfamily.IPv4}, func(flows []flow) error {
 		for i := range flows {
@@ -357,7 +385,7 @@ func TestAmongMany(t *testing.T) {
 	if len(before) != len(entries) {
 		t.Fatalf("%d flows in the table; want %d", len(before), len(entries))
 	}
-	c := NewCleaner(conn, nil)
+	c := newCleaner(conn, nil)
 	b := behind(c, &noBackend{})
 	_, err := b.Apply(state(service("dns", k.String()+">10.244.1.10:53")), dataplane.Change{})
 	labtest.Check(t, err)
@@ -368,7 +396,7 @@ func TestAmongMany(t *testing.T) {
 		t.Errorf("removed %d, look %+v", len(got), l)
 	}
 	// A restart: all is right.
-	again := NewCleaner(conn, nil)
+	again := newCleaner(conn, nil)
 	before = listAll(t, conn)
 	_, err = behind(again, &noBackend{true}).Apply(state(service("dns", k.String()+">10.244.1.10:53")), dataplane.Change{})
 	labtest.Check(t, err)

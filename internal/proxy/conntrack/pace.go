@@ -13,11 +13,20 @@ import (
 // changes that arrive during the pause are handled together.
 //
 // Even an empty table takes long to list: the kernel locks each of its 262,144 buckets, some 10 ms in all on a virtual
-// machine. Without leastRest, 100 changed endpoints a second took 0.22 cores, with it 0.11.
+// machine. Without leastRest, 100 changed endpoints a second took 0.22 cores, with it 0.11. Most looks find nobody:
+// after those that were in vain, there is a pause of vainRest at least. A client that opens a connection sends again
+// after a second; two looks, openingFor apart, must have found it by then.
 const (
 	workAtOnce = 10 * time.Millisecond
 	restFactor = 4
 	leastRest  = 200 * time.Millisecond
+	vainRest   = 400 * time.Millisecond
+)
+
+// A look that fails is repeated after retryFirst, then after twice as long each time, up to retryMost.
+const (
+	retryFirst = time.Second
+	retryMost  = time.Minute
 )
 
 // pace spreads work over time, and measures it.
@@ -82,52 +91,17 @@ func (p *pace) lock(ctx context.Context, g *gate) error {
 	return nil
 }
 
-// throttle pauses after each stretch of work.
-func (p *pace) throttle(ctx context.Context) {
+// throttle pauses after each stretch of work. The pause is the time for what is done between, if that is not nil.
+func (p *pace) throttle(ctx context.Context, between func()) {
 	worked := time.Since(p.workingSince)
 	if worked < workAtOnce {
 		return
 	}
 	start := time.Now()
-	clock.Pause(ctx, worked)
+	if between != nil {
+		between()
+	}
+	clock.Pause(ctx, worked-time.Since(start))
 	p.workingSince = time.Now()
 	p.paused += p.workingSince.Sub(start)
-}
-
-// repeat calls work whenever it is due, until the context ends. next says when that is, if at all: not before rested,
-// when the rest after the last work is over, or not before early, when a short rest is, if clients wait for it. wake
-// makes it ask again. Work that fails is due again after retry, and returns how long it worked.
-func repeat(ctx context.Context, wake <-chan struct{}, next func(rested, early time.Time) (due time.Time, any bool),
-	work func(retry time.Duration) (worked time.Duration, err error), mostRest time.Duration) {
-	retry := retryFirst
-	var rested, early time.Time
-	for {
-		due, any := next(rested, early)
-		timer := time.NewTimer(time.Until(due))
-		timeout := timer.C
-		if !any {
-			timeout = nil
-		}
-		select {
-		case <-ctx.Done():
-			timer.Stop()
-			return
-		case <-wake: // perhaps something is due earlier
-			timer.Stop()
-			continue
-		case <-timeout:
-		}
-		worked, err := work(retry)
-		if ctx.Err() != nil {
-			return
-		}
-		if err != nil {
-			retry = min(2*retry, retryMost)
-		} else {
-			retry = retryFirst
-		}
-		now := time.Now()
-		rested = now.Add(max(leastRest, min(restFactor*worked, mostRest)))
-		early = now.Add(max(leastRest, min(worked, mostRest)))
-	}
 }

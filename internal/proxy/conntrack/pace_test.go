@@ -33,16 +33,12 @@ func (t *slowTable) list(_ query, do func([]flow) error) error {
 
 // TestPauses: within a list of many flows, and not only behind it, there is a pause as long as the work before it.
 func TestPauses(t *testing.T) {
-	type worker interface {
-		Listener() reconcile.Listener
-		Run(context.Context) error
-	}
 	for _, c := range []struct {
 		key  string
-		made func(*slowTable) worker
+		made func(*Walker) reconcile.Listener
 	}{
-		{dnsKey, func(t *slowTable) worker { return newCleaner(t, nil) }},
-		{webKey, func(t *slowTable) worker { return newReleaser(t, ReleaserOptions{}) }},
+		{dnsKey, func(w *Walker) reconcile.Listener { return NewCleaner(w, nil).Listener() }},
+		{webKey, func(w *Walker) reconcile.Listener { return NewReleaser(w, ReleaserOptions{}).Listener() }},
 	} {
 		synctest.Test(t, func(t *testing.T) {
 			table := &slowTable{}
@@ -50,9 +46,9 @@ func TestPauses(t *testing.T) {
 				table.add(c.key, "10.0.0.1:80")
 			}
 			ctx, cancel := context.WithCancel(t.Context())
-			w := c.made(table)
+			w := newWalker(table)
+			loop := &reconciletest.Loop{Listeners: []reconcile.Listener{c.made(w)}, Writer: backendFunc(fine)}
 			go w.Run(ctx)
-			loop := &reconciletest.Loop{Listeners: []reconcile.Listener{w.Listener()}, Writer: backendFunc(fine)}
 			_, err := loop.Apply(state(service("web", c.key+">10.0.0.1:80")), dataplane.Change{})
 			labtest.Check(t, err)
 			rest(time.Minute)
@@ -78,11 +74,11 @@ func TestUnansweredOnce(t *testing.T) {
 			table.add(webKey, "10.0.0.1:80")
 		}
 		flows, endpoints := 0, []netip.AddrPort{netip.MustParseAddrPort("10.0.0.1:80")}
-		u := &Unanswered{table}
-		labtest.Check(t, u.each(t.Context(), endpoints, func(part []flow) error {
-			flows += len(part)
-			return nil
-		}))
+		_, err := newUnanswered(t, table).Delete(t.Context(), endpoints, func(WaitingFlow) bool {
+			flows++
+			return false
+		})
+		labtest.Check(t, err)
 		if flows != 5 {
 			t.Errorf("took %d flows of 5", flows)
 		}

@@ -13,7 +13,9 @@ import (
 
 // query selects the flows that the kernel lists. Fields other than family may be zero; they are not compared then.
 type query struct {
-	family   ipfamily.Family
+	family ipfamily.Family
+	// both asks for everything, in both families; all else is zero.
+	both     bool
 	protocol snapshot.Protocol
 	// addr and port are the original destination of the flow.
 	addr netip.Addr
@@ -47,32 +49,85 @@ func (q *query) matches(f *flow) bool {
 		(!q.addr.IsValid() || f.frontend.Addr == q.addr) && (q.port == 0 || f.frontend.Port == q.port)
 }
 
+// covers says whether a list of q shows what o asks for.
+func (q query) covers(o query) bool {
+	return (q.both || !o.both && q.family == o.family) && (q.protocol == 0 || q.protocol == o.protocol) &&
+		(!q.addr.IsValid() || q.addr == o.addr) && (q.port == 0 || q.port == o.port) &&
+		(!q.endpoint.IsValid() || q.endpoint == o.endpoint) && (!q.unanswered || o.unanswered)
+}
+
+// breadth is 1 if the query asks for all flows of a protocol, or of all protocols.
+func (q query) breadth() int {
+	if q.addr.IsValid() || q.port != 0 || q.endpoint.IsValid() {
+		return 0
+	}
+	return 1
+}
+
 func (q query) compare(o query) int {
 	return cmp.Or(cmp.Compare(q.family, o.family), cmp.Compare(q.protocol, o.protocol), q.addr.Compare(o.addr),
 		cmp.Compare(q.port, o.port))
 }
 
-// maxSingle is how many frontends of a family and protocol get a query each. The kernel walks its whole table for each
-// query, so listing all flows of the protocol once is cheaper for more.
-const maxSingle = 4
+// maxSingle is how many frontends of a family and protocol get a query each, and maxSingleEndpoints how many endpoints.
+// The kernel walks its whole table for each query, so listing all flows of the protocol once is cheaper for more: for
+// TCP, that takes as long as some ten walks that find little.
+const (
+	maxSingle          = 4
+	maxSingleEndpoints = 8
+)
 
 // queries returns the queries that list the flows to all keys, sorted and without duplicates, whatever the order of the
 // keys. If they are not narrow, there is one query for each family. The kernel may list other flows, too.
 func queries(keys []dataplane.Key, narrow bool) []query {
-	groups := map[query][]query{}
-	for _, k := range keys {
-		q := queryFor(k)
-		if !narrow {
-			q = query{family: q.family}
+	return reduce(func(yield func(query) bool) {
+		for _, k := range keys {
+			if !yield(queryFor(k)) {
+				return
+			}
 		}
-		all := query{family: q.family, protocol: q.protocol}
-		if group := groups[all]; len(group) <= maxSingle && !slices.Contains(group, q) {
+	}, narrow)
+}
+
+// endpointQueries is the same for the TCP flows to some endpoints, or to all.
+func endpointQueries(endpoints iter.Seq[netip.AddrPort], all, narrow bool) (list []query) {
+	return reduce(func(yield func(query) bool) {
+		for _, f := range ipfamily.All {
+			if all && !yield(query{family: f, protocol: snapshot.TCP}) {
+				return
+			}
+		}
+		for e := range endpoints {
+			q := query{family: ipfamily.Of(e.Addr()), protocol: snapshot.TCP, endpoint: e}
+			if q.family == ipfamily.IPv6 { // the kernel compares the port alone
+				q.endpoint = netip.AddrPortFrom(netip.IPv6Unspecified(), e.Port())
+			}
+			if !yield(q) {
+				return
+			}
+		}
+	}, narrow)
+}
+
+// reduce returns the queries that show what others ask for, without too many for a family and protocol.
+func reduce(wanted iter.Seq[query], narrow bool) (list []query) {
+	groups := map[query][]query{}
+	for q := range wanted {
+		all := query{family: q.family, both: q.both, protocol: q.protocol, unanswered: q.unanswered}
+		if !narrow {
+			all = query{family: q.family, both: q.both}
+			q = all
+		}
+		switch group := groups[all]; {
+		case slices.Contains(group, q) || slices.Contains(group, all):
+		case q.endpoint.IsValid() && len(group) >= maxSingleEndpoints, !q.endpoint.IsValid() && len(group) >= maxSingle:
+			groups[all] = []query{all}
+		default:
 			groups[all] = append(group, q)
 		}
 	}
-	var list []query
 	for all, group := range groups {
-		if len(group) > maxSingle {
+		if slices.Contains(group, all) {
 			group = []query{all}
 		}
 		list = append(list, group...)
@@ -81,34 +136,22 @@ func queries(keys []dataplane.Key, narrow bool) []query {
 	return list
 }
 
-// maxSingleEndpoints is how many endpoints of a family get a query each. The kernel walks its table for each; a list
-// of all TCP flows takes as long as some ten walks that find little.
-const maxSingleEndpoints = 8
-
-// endpointQueries returns the queries that list the TCP flows to some endpoints, or to all: at most maxSingleEndpoints
-// for each family. The kernel may list other flows, too.
-func endpointQueries(endpoints iter.Seq[netip.AddrPort], all, narrow bool) (list []query) {
-	var byFamily ipfamily.Per[[]query]
-	for e := range endpoints {
-		f := ipfamily.Of(e.Addr())
-		q := query{family: f, protocol: snapshot.TCP, endpoint: e}
-		if f == ipfamily.IPv6 { // the kernel compares the port alone
-			q.endpoint = netip.AddrPortFrom(netip.IPv6Unspecified(), e.Port())
-		}
-		if len(byFamily[f]) <= maxSingleEndpoints && !slices.Contains(byFamily[f], q) {
-			byFamily[f] = append(byFamily[f], q)
-		}
-	}
+// merge returns the lists that serve several looks, narrow ones first. One list takes the place of those of TCP and of
+// UDP. One of everything serves both families: the kernel filters by a protocol only within a family.
+func merge(wanted []query) (lists []query) {
+	lists = reduce(slices.Values(wanted), true)
 	for _, f := range ipfamily.All {
-		switch group := byFamily[f]; {
-		case len(group) == 0 && !all:
-		case !narrow:
-			list = append(list, query{family: f})
-		case all || len(group) > maxSingleEndpoints:
-			list = append(list, query{family: f, protocol: snapshot.TCP})
-		default:
-			list = append(list, group...)
+		if slices.Contains(lists, query{family: f, protocol: snapshot.TCP}) &&
+			slices.Contains(lists, query{family: f, protocol: snapshot.UDP}) {
+			lists = append(lists, query{family: f})
 		}
 	}
-	return list
+	if slices.Contains(lists, query{}) && slices.Contains(lists, query{family: ipfamily.IPv6}) {
+		lists = append(lists, query{both: true})
+	}
+	lists = slices.DeleteFunc(slices.Clone(lists), func(q query) bool {
+		return slices.ContainsFunc(lists, func(o query) bool { return o != q && o.covers(q) })
+	})
+	slices.SortStableFunc(lists, func(a, b query) int { return a.breadth() - b.breadth() })
+	return lists
 }

@@ -4,7 +4,6 @@ import (
 	"context"
 	"maps"
 	"net/netip"
-	"sync"
 	"time"
 
 	"github.com/verdict-proxy/verdict/internal/system/clock"
@@ -42,14 +41,11 @@ type Released struct {
 
 // ReleaseResult is what a Releaser reports after each look.
 type ReleaseResult struct {
-	// Endpoints is how many endpoints the look was for, and Lists how many times the kernel walked its table for it.
-	Endpoints, Lists int
+	// Endpoints is how many endpoints the look was for.
+	Endpoints int
 	// Released has at most one entry for each endpoint and reason.
 	Released []Released
-	// Took is the time from start to end. Worked is Took without the pauses.
-	Took, Worked time.Duration
-	// Err says why the look ended early. It is repeated.
-	Err error
+	Walked
 }
 
 // ReleaserOptions configure a Releaser.
@@ -64,16 +60,13 @@ type ReleaserOptions struct {
 }
 
 // Releaser deletes TCP flows to endpoints that are gone, so that the client's next packet is translated anew, and
-// reset. Make one with NewReleaser, add its Listener to the loop, and call Run. It needs a Conn of its own.
+// reset. Make one with NewReleaser, add its Listener to the loop, and run the Walker.
 //
 // An endpoint has departed from a port when the port has no longer got it among its serving endpoints. That alone
 // releases nothing: the endpoint may still answer its connections, for hours.
 type Releaser struct {
-	table table
-	o     ReleaserOptions
-	wake  chan struct{}
-	// probes are those under way.
-	probes sync.WaitGroup
+	walker *Walker
+	o      ReleaserOptions
 
 	// mu protects what follows, as in a Cleaner. inSync says that the last transaction succeeded. Otherwise nothing is
 	// judged.
@@ -97,7 +90,7 @@ type goneKey struct {
 	endpoint netip.AddrPort
 }
 
-// goneEndpoint is an endpoint whose flows are looked at from time to time. Run alone uses suspects, between looks.
+// goneEndpoint is an endpoint whose flows are looked at from time to time. Looks alone use suspects.
 type goneEndpoint struct {
 	// since is when the endpoint departed, or was ejected.
 	since time.Time
@@ -152,24 +145,17 @@ const maxGone = 1 << 14
 // settleTime is how long the first transactions may take before all flows are listed.
 const settleTime = time.Second
 
-// NewReleaser returns a Releaser that has seen no transaction yet.
-func NewReleaser(c *Conn, o ReleaserOptions) *Releaser { return newReleaser(c, o) }
-
-func newReleaser(t table, o ReleaserOptions) *Releaser {
+// NewReleaser returns a Releaser that has seen no transaction yet. A look that fails is reported and repeated.
+func NewReleaser(w *Walker, o ReleaserOptions) *Releaser {
 	if o.Report == nil {
 		o.Report = func(ReleaseResult) {}
 	}
 	if o.ShortestTimeout == nil {
 		o.ShortestTimeout = func() time.Duration { return defaultTimeout }
 	}
-	return &Releaser{
-		table:      t,
-		o:          o,
-		wake:       make(chan struct{}, 1),
-		programmed: frontends{},
-		kept:       frontends{},
-		gone:       map[goneKey]*goneEndpoint{},
-	}
+	r := &Releaser{walker: w, o: o, programmed: frontends{}, kept: frontends{}, gone: map[goneKey]*goneEndpoint{}}
+	w.add(&user{next: r.next, start: func() look { return r.takeDue() }, mostRest: longestRest})
+	return r
 }
 
 // Listener returns what the loop must call. Writing waits while the Releaser deletes a few flows, which takes less than
@@ -216,10 +202,7 @@ func (r *Releaser) committed(c reconcile.Commit) {
 		r.discover = now.Add(settleTime)
 	}
 	r.inSync = true
-	select {
-	case r.wake <- struct{}{}:
-	default:
-	}
+	r.walker.wakeUp()
 }
 
 // portFamily is a port in one IP family.
@@ -319,27 +302,6 @@ func (r *Releaser) add(k goneKey, t time.Time) {
 	r.gone[k] = &goneEndpoint{since: t, due: t}
 }
 
-// Run looks until the context ends, and then returns nil. A look that fails is reported and repeated.
-func (r *Releaser) Run(ctx context.Context) error {
-	defer r.probes.Wait()
-	repeat(ctx, r.wake, r.next, func(retry time.Duration) (time.Duration, error) {
-		l := r.takeDue()
-		result := l.run(ctx)
-		if ctx.Err() != nil {
-			return 0, result.Err
-		}
-		if result.Err != nil {
-			r.postpone(l, retry)
-		} else {
-			l.probe(ctx)
-			r.requeue(l)
-		}
-		r.o.Report(result)
-		return result.Worked, result.Err
-	}, longestRest)
-	return nil
-}
-
 // next returns when the next look is due.
 func (r *Releaser) next(rested, early time.Time) (due time.Time, any bool) {
 	r.mu.Lock()
@@ -370,7 +332,8 @@ func (r *Releaser) takeDue() *releaseLook {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	now := time.Now()
-	l := &releaseLook{Releaser: r, now: now, idle: idleLimit(timeout), due: map[goneKey]*lookedAt{}}
+	l := &releaseLook{Releaser: r, now: now, idle: idleLimit(timeout), due: map[goneKey]*lookedAt{},
+		counts: map[releasedKey]int{}}
 	var others []goneKey
 	for k, g := range r.gone {
 		if !g.due.After(now) {
@@ -380,8 +343,8 @@ func (r *Releaser) takeDue() *releaseLook {
 			}
 		}
 	}
-	urgent := len(l.due) - len(others)
-	if len(others) > 0 && urgent > 0 && urgent <= maxSingleEndpoints && r.inFront < mostInFront {
+	l.urgent = len(l.due) - len(others)
+	if len(others) > 0 && l.urgent > 0 && l.urgent <= maxSingleEndpoints && r.inFront < mostInFront {
 		r.inFront++
 		for _, k := range others {
 			delete(l.due, k)

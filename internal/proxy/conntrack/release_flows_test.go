@@ -69,11 +69,11 @@ func newHeld(t *testing.T) *held {
 	t.Cleanup(func() { nft.Close() })
 	h.planner = dataplane.NewPlanner(dataplane.Config{NodeName: "node", SecondChance: snapshot.SecondChanceOn,
 		DetectLocal: dataplane.DetectLocal{ClusterCIDRs: lab.PodRange}})
-	r := NewReleaser(open(t, h.Node), ReleaserOptions{Probe: h.probe, Report: h.report})
+	r := newReleaser(open(t, h.Node), ReleaserOptions{Probe: h.probe, Report: h.report})
 	h.loop = &reconciletest.Loop{Writer: nft, Listeners: []reconcile.Listener{r.Listener()}}
 	ctx, cancel := context.WithCancel(context.Background())
 	var done sync.WaitGroup
-	done.Go(func() { r.Run(ctx) })
+	done.Go(func() { r.walker.Run(ctx) })
 	t.Cleanup(func() { cancel(); done.Wait() })
 	addrs := []netip.Addr{h.Node.IP4, h.Node.IP6}
 	h.apply(snapshot.Delta{HostAddrs: &addrs, Node: &snapshot.Node{Name: "node", Addresses: addrs}})

@@ -38,10 +38,11 @@ type releaseLook struct {
 	idle uint32
 	due  map[goneKey]*lookedAt
 	// all says that flows to all other endpoints that do not serve are to be found, too.
-	all    bool
+	all bool
+	// urgent is how many endpoints of due are urgent.
+	urgent int
 	doomed []flow
 	counts map[releasedKey]int
-	pace
 }
 
 // lookedAt is an endpoint with what a look found of it.
@@ -66,42 +67,6 @@ func idleLimit(timeout time.Duration) uint32 {
 	return uint32(max(timeout/time.Second-2, 0))
 }
 
-// run lists the flows to the endpoints and releases those that must be.
-func (l *releaseLook) run(ctx context.Context) ReleaseResult {
-	l.begin()
-	l.counts = map[releasedKey]int{}
-	result := ReleaseResult{Endpoints: len(l.due)}
-	result.Err = l.listAll(ctx, &result)
-	for k, n := range l.counts {
-		result.Released = append(result.Released, Released{k.port, k.endpoint, k.reason, n})
-	}
-	slices.SortFunc(result.Released, func(a, b Released) int { return a.Endpoint.Compare(b.Endpoint) })
-	result.Took, result.Worked = l.took()
-	return result
-}
-
-func (l *releaseLook) listAll(ctx context.Context, result *ReleaseResult) error {
-	narrow := l.table.narrow()
-	for _, q := range l.queries(narrow) {
-		result.Lists++
-		err := l.table.list(q, func(flows []flow) error {
-			if err := l.release(ctx, flows); err != nil {
-				return err
-			}
-			l.throttle(ctx)
-			return ctx.Err()
-		})
-		if err != nil {
-			return err
-		}
-		if narrow && !l.table.filters() {
-			return l.listAll(ctx, result) // now one family at a time
-		}
-		l.throttle(ctx)
-	}
-	return nil
-}
-
 // queries returns the queries that list the flows to the endpoints.
 func (l *releaseLook) queries(narrow bool) []query {
 	return endpointQueries(func(yield func(netip.AddrPort) bool) {
@@ -113,10 +78,10 @@ func (l *releaseLook) queries(narrow bool) []query {
 	}, l.all, narrow)
 }
 
-// release deletes those of a few flows that must be released. The lock keeps transactions out between the decision and
-// the deletion.
-func (l *releaseLook) release(ctx context.Context, flows []flow) error {
-	if err := l.lock(ctx, &l.mu); err != nil {
+// see deletes those of a few flows that must be released. The lock keeps transactions out between the decision and the
+// deletion.
+func (l *releaseLook) see(ctx context.Context, p *pace, flows []flow) error {
+	if err := p.lock(ctx, &l.mu); err != nil {
 		return err
 	}
 	defer l.mu.Unlock()
@@ -138,13 +103,41 @@ func (l *releaseLook) release(ctx context.Context, flows []flow) error {
 	if len(l.doomed) == 0 {
 		return nil
 	}
-	if _, err := l.table.remove(l.doomed); err != nil {
+	if _, err := l.walker.table.remove(l.doomed); err != nil {
 		return err
 	}
 	for k, n := range doomed {
 		l.counts[k] += n
 	}
 	return nil
+}
+
+// done reports what the look released. It was in vain if it was for urgent endpoints and found no client of theirs.
+func (l *releaseLook) done(ctx context.Context, w Walked, retry time.Duration) (vain bool) {
+	if ctx.Err() != nil {
+		return true
+	}
+	vain = l.urgent > 0
+	for _, g := range l.due {
+		vain = vain && len(g.found) == 0
+	}
+	if w.Err != nil {
+		l.postpone(l, retry)
+	} else {
+		l.probe(ctx)
+		l.requeue(l)
+	}
+	l.o.Report(l.result(w))
+	return vain
+}
+
+func (l *releaseLook) result(w Walked) ReleaseResult {
+	result := ReleaseResult{Endpoints: len(l.due), Walked: w}
+	for k, n := range l.counts {
+		result.Released = append(result.Released, Released{k.port, k.endpoint, k.reason, n})
+	}
+	slices.SortFunc(result.Released, func(a, b Released) int { return a.Endpoint.Compare(b.Endpoint) })
+	return result
 }
 
 // releasable says whether a flow may be released at all: it is one of TCP that a Service translated, in the default
@@ -259,7 +252,7 @@ func (l *releaseLook) probe(ctx context.Context) {
 	}
 	l.mu.Unlock()
 	if len(probed) > 0 {
-		l.probes.Go(func() { l.probed(probed, l.now, l.o.Probe(ctx, endpoints)) })
+		l.walker.background.Go(func() { l.probed(probed, l.now, l.o.Probe(ctx, endpoints)) })
 	}
 }
 
@@ -279,8 +272,5 @@ func (r *Releaser) probed(endpoints []*goneEndpoint, began time.Time, answers []
 			g.due, g.confirming = now, true
 		}
 	}
-	select {
-	case r.wake <- struct{}{}:
-	default:
-	}
+	r.walker.wakeUp()
 }

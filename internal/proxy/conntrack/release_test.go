@@ -106,7 +106,7 @@ func (r *releasing) start() {
 		Report: func(l ReleaseResult) { r.told = append(r.told, l.Released...) },
 	})
 	var run sync.WaitGroup
-	run.Go(func() { releaser.Run(ctx) })
+	run.Go(func() { releaser.walker.Run(ctx) })
 	r.stop = func() { cancel(); run.Wait() }
 	r.t.Cleanup(func() { r.stop() })
 	r.loop = &reconciletest.Loop{Listeners: []reconcile.Listener{releaser.Listener()}, Writer: backendFunc(fine)}
@@ -515,7 +515,7 @@ func TestReleaseByDefaults(t *testing.T) {
 		table := &tcpTable{}
 		table.hold(webKey, "10.0.0.1:80")
 		releaser := newReleaser(table, ReleaserOptions{})
-		go releaser.Run(ctx)
+		go releaser.walker.Run(ctx)
 		loop := &reconciletest.Loop{Listeners: []reconcile.Listener{releaser.Listener()}, Writer: backendFunc(fine)}
 		_, err := loop.Apply(state(draining(web(webOne), time.Second)), dataplane.Change{})
 		labtest.Check(t, err)

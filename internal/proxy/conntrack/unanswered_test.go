@@ -52,7 +52,7 @@ func TestDeleteUnanswered(t *testing.T) {
 				dead, all, doomed := unansweredCases(v6)
 				insert(t, c, all...)
 				c.unfiltered = unfiltered
-				u := NewUnanswered(c)
+				u := newUnanswered(t, c)
 				before := listAll(t, c)
 				ids := map[string]bool{}
 				n, err := u.Delete(t.Context(), []netip.AddrPort{dead}, func(f WaitingFlow) bool {
@@ -97,7 +97,7 @@ func TestDeleteUnansweredOfMany(t *testing.T) {
 		}
 	}
 	seen := 0
-	u := &Unanswered{table}
+	u := newUnanswered(t, table)
 	n, err := u.Delete(t.Context(), endpoints, func(WaitingFlow) bool {
 		seen++
 		return true
@@ -121,7 +121,7 @@ func BenchmarkDeleteUnanswered(b *testing.B) {
 		many = append(many, e)
 	}
 	insert(b, c, append(many, all...)...)
-	u := NewUnanswered(c)
+	u := newUnanswered(b, c)
 	for b.Loop() {
 		_, err := u.Delete(b.Context(), []netip.AddrPort{dead}, func(WaitingFlow) bool { return false })
 		labtest.Check(b, err)

@@ -24,7 +24,7 @@ type Record struct {
 	// Sent is what the client sent, Received what it received. Both are zero if the kernel counted nothing.
 	Sent     Traffic `json:"sent"`
 	Received Traffic `json:"received"`
-	// Seconds is how long the connection lived; for TCP without the kernel's wait after its end. 0 if it is not known.
+	// Seconds is how long the connection lived, without the kernel's wait after its last packet. 0 if it is not known.
 	Seconds float64 `json:"seconds,omitempty"`
 	End     End     `json:"end"`
 	// Reason says more of some ends: the chain that rejected or dropped, as "no-endpoints".
@@ -91,7 +91,9 @@ func (e End) Failed() bool {
 }
 
 // Failure says whether the connection failed. An unanswered one of UDP did not: many protocols answer nothing.
-func (r *Record) Failure() bool { return r.End.Failed() && !(r.End == Unanswered && r.Protocol == "UDP") }
+func (r *Record) Failure() bool {
+	return r.End.Failed() && !(r.End == Unanswered && r.Protocol == "UDP")
+}
 
 // Sum is what the connections of one minute with the same ends in common amount to.
 type Sum struct {
@@ -119,7 +121,8 @@ type Sum struct {
 type Losses struct {
 	// Events are ends that the kernel had no room for.
 	Events uint64 `json:"events"`
-	// Refusals are rejected or dropped packets that it had no room for.
+	// Refusals are rejected or dropped packets that it had no room for. Those beyond what a rule logs in a second
+	// (nft.RecordsRate) are in the rules' counters alone.
 	Refusals uint64 `json:"refusals"`
 	// Sampled are records that were left out of the list, but not of the sums.
 	Sampled uint64 `json:"sampled"`

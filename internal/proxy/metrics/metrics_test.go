@@ -16,6 +16,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/verdict-proxy/verdict/internal/proxy/conntrack"
 	"github.com/verdict-proxy/verdict/internal/proxy/everywhere"
 	ledgerfiles "github.com/verdict-proxy/verdict/internal/proxy/ledger"
 	"github.com/verdict-proxy/verdict/internal/proxy/outlier"
@@ -128,6 +129,13 @@ func newWorld(o Options) *world {
 		return []AffinityShare{{Service: snapshot.Name{Namespace: "ns", Name: "a"}, Entries: 8}}
 	}
 	o.Conntrack = func() (int, int, error) { return 7, 1000, nil }
+	o.Pressure = func() conntrack.Pressure {
+		p := conntrack.Pressure{Masquerade: &conntrack.Saturation{Flows: 32256}}
+		p.Masquerade.Address, p.Masquerade.Endpoint = netip.MustParseAddr("192.0.2.7"), netip.MustParseAddrPort("10.1.0.1:80")
+		p.Services = []conntrack.Share[snapshot.Name]{{Of: snapshot.Name{Namespace: "ns", Name: "a"}, Flows: 250}}
+		p.Clients = []conntrack.Share[netip.Addr]{{Of: netip.MustParseAddr("192.0.2.9"), Flows: 125}}
+		return p
+	}
 	o.Counters = w.kernel
 	w.Metrics = New(o)
 	w.backend = behind(w.Metrics, w.fake)
@@ -450,11 +458,14 @@ func TestOwnValues(t *testing.T) {
 	)
 	expect(
 		"verdict_conntrack_",
+		"client_share{client=192.0.2.9} 0.125",
 		"entries{} 7",
 		"flows_judged_total{ip_family=IPv4} 9",
 		"flows_judged_total{ip_family=IPv6} 8",
 		"look_failures_total{} 1",
 		"max_entries{} 1000",
+		"share{service_name=a,service_namespace=ns} 0.25",
+		"snat_saturation_percent{address=192.0.2.7,endpoint=10.1.0.1:80} 50",
 	)
 	expect("verdict_refused_packets_total",
 		"{ip_family=IPv4,reason=overtaken,verdict=drop} 0", "{ip_family=IPv4,reason=source-ranges,verdict=drop} 0",

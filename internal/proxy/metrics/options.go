@@ -5,6 +5,7 @@ import (
 	"net/netip"
 	"time"
 
+	"github.com/verdict-proxy/verdict/internal/proxy/conntrack"
 	"github.com/verdict-proxy/verdict/internal/proxy/everywhere"
 	ledgerfiles "github.com/verdict-proxy/verdict/internal/proxy/ledger"
 	"github.com/verdict-proxy/verdict/internal/proxy/outlier"
@@ -78,6 +79,8 @@ type Options struct {
 	HoldsLease func() bool
 	// Conntrack tells how many connections the kernel tracks, and how many it can.
 	Conntrack func() (entries, most int, err error)
+	// Pressure tells who fills that table; zero if nobody looks.
+	Pressure func() conntrack.Pressure
 	// LogDropped counts the lines that the log left out because there were too many.
 	LogDropped func() uint64
 	// Outliers tells of endpoints that do not answer or refuse.

@@ -133,6 +133,9 @@ func registerCollectors(m maker, o *Options) {
 		m.MustRegister(together{[]scraped{everywhereConnectedMetric, everywhereWaitingMetric, everywhereAnswersMetric},
 			o.sendEverywhere})
 	}
+	if o.Pressure != nil {
+		m.MustRegister(together{[]scraped{shareMetric, clientShareMetric, saturationMetric}, o.sendPressure})
+	}
 	if o.Outliers != nil {
 		m.MustRegister(together{[]scraped{ejectedMetric, ejectionsMetric, probesMetric, unansweredDeletedMetric,
 			evidenceFailuresMetric}, o.sendOutliers})
@@ -225,4 +228,33 @@ func (o *Options) sendConntrack(ch chan<- prometheus.Metric) {
 	}
 	conntrackMetric.put(ch, float64(entries))
 	conntrackMostMetric.put(ch, float64(most))
+}
+
+var (
+	shareMetric = scrapedGauge("verdict_conntrack_share",
+		"Share of a Service's connections in the most that the kernel tracks, of the 20 Services with most; absent unless "+
+			"connections are recorded, as the next two.", "service_namespace", "service_name")
+	clientShareMetric = scrapedGauge("verdict_conntrack_client_share",
+		"Share of a client's connections in the most that the kernel tracks, of the 5 clients with most.", "client")
+	saturationMetric = scrapedGauge("verdict_conntrack_snat_saturation_percent",
+		"Ports taken of those that an address has for masqueraded connections to one endpoint; of the address and "+
+			"endpoint with most.", "address", "endpoint")
+)
+
+// sendPressure shows who fills connection tracking.
+func (o *Options) sendPressure(ch chan<- prometheus.Metric) {
+	p := o.Pressure()
+	_, most, err := o.Conntrack()
+	if err != nil || most <= 0 {
+		return
+	}
+	for _, s := range p.Services {
+		shareMetric.put(ch, float64(s.Flows)/float64(most), s.Of.Namespace, s.Of.Name)
+	}
+	for _, c := range p.Clients {
+		clientShareMetric.put(ch, float64(c.Flows)/float64(most), c.Of.String())
+	}
+	if s := p.Masquerade; s != nil {
+		saturationMetric.put(ch, s.Percent(), s.Address.String(), s.Endpoint.String())
+	}
 }

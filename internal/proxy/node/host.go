@@ -59,6 +59,10 @@ func InitOnly(host sysctl.Host, s *config.Settings, problems []*config.Problem, 
 		}
 	}
 	changed, errs := host.Apply(wanted)
+	if s.Policy.Records {
+		more, failed := recordNotes(host).Set(recordSysctls)
+		changed, errs = append(changed, more...), append(errs, failed...)
+	}
 	for _, c := range changed {
 		fmt.Fprintf(out, "%s = %d (was %d)\n", c.Name, c.Now, c.Before)
 	}

@@ -35,7 +35,8 @@ type Node struct {
 	Sources []Source
 	// Backend writes the rules. The caller closes it.
 	Backend *backends.Opened
-	// Flows is the kernel's connection tracking table. UDP and SCTP flows that a change makes wrong are removed from it.
+	// Flows is the kernel's connection tracking table, for one Walker. UDP and SCTP flows that a change makes wrong are
+	// removed from it.
 	Flows *conntrack.Conn
 	Log   *slog.Logger
 	// Prober probes endpoints that do not answer or refuse. Without it, or if the backend gathers no evidence, all
@@ -48,6 +49,8 @@ type Node struct {
 
 	// Ledger, if not nil, keeps a history of what is written.
 	Ledger *ledger.Writer
+	// records, if not nil, records connections.
+	records *records
 
 	// updates, if not nil, delivers replacements of Config and minInterval.
 	updates <-chan configUpdate
@@ -61,13 +64,13 @@ type Node struct {
 }
 
 // newCleaner returns what removes flows. Without a releaser it leaves those of TCP alone.
-func (n *Node) newCleaner(shown *telemetry, r *releaser) *conntrack.Cleaner {
-	c := conntrack.NewCleaner(n.Flows, func(l conntrack.SweepResult) {
+func (n *Node) newCleaner(w *conntrack.Walker, shown *telemetry, r *conntrack.Releaser) *conntrack.Cleaner {
+	c := conntrack.NewCleaner(w, func(l conntrack.SweepResult) {
 		n.logCleanup(l)
 		shown.recordCleanup(l)
 	})
 	if r != nil {
-		c.SetTCP(r.Releaser)
+		c.SetTCP(r)
 	}
 	c.SetAsKubeProxy(n.Config.AsKubeProxy)
 	return c
@@ -91,7 +94,8 @@ func (n *Node) Run(ctx context.Context) (err error) {
 	queue := snapshot.NewQueue(len(n.Sources))
 	loop := &reconcile.Loop{Queue: queue, Planner: dataplane.NewPlanner(n.Config), Writer: n.Backend, Log: n.Log,
 		LeastRest: func() time.Duration { return time.Duration(leastRest.Load()) }}
-	outliers, err := newOutliers(n, queue)
+	walker := conntrack.NewWalker(n.Flows)
+	outliers, err := newOutliers(n, walker, queue)
 	if err != nil {
 		return err
 	}
@@ -101,25 +105,24 @@ func (n *Node) Run(ctx context.Context) (err error) {
 		return err
 	}
 	defer func() { err = errors.Join(err, shown.close()) }()
-	releaser, err := n.newReleaser(shown)
-	if err != nil {
-		return err
+	releaser, listeners := n.newReleaser(walker, shown)
+	cleaner := n.newCleaner(walker, shown, releaser)
+	if n.records != nil {
+		shown.pressure.Store(conntrack.WatchPressure(walker, cleaner))
 	}
-	defer func() { err = errors.Join(err, releaser.close()) }()
-	cleaner := n.newCleaner(shown, releaser)
 	// Cleaner and releaser must be the first listeners, since their reading of the flows waits for the commit.
-	loop.Listeners = slices.Concat([]reconcile.Listener{cleaner.Listener()}, releaser.listeners(), shown.listeners(),
-		[]reconcile.Listener{n.localnet(loop.Planner)}, n.Listeners, outliers.listeners())
+	loop.Listeners = slices.Concat([]reconcile.Listener{cleaner.Listener()}, listeners, shown.listeners(),
+		[]reconcile.Listener{n.localnet(loop.Planner)}, n.Listeners, outliers.listeners(), n.records.listeners())
 
 	group, ctx := errgroup.WithContext(ctx)
-	group.Go(func() error { return releaser.run(ctx) })
 	for _, s := range n.Sources {
 		sink := shown.sink(s, queue)
 		group.Go(func() error { return s.Run(ctx, sink) })
 	}
 	shown.run(ctx, group)
-	group.Go(func() error { return cleaner.Run(ctx) })
+	group.Go(func() error { return walker.Run(ctx) })
 	group.Go(func() error { return outliers.run(ctx) })
+	group.Go(func() error { return n.records.run(ctx, group, walker, n.Flows) })
 	runBeside(ctx, group, func(ctx context.Context) {
 		n.applyUpdates(ctx, func(t configUpdate) {
 			leastRest.Store(int64(t.minInterval))

@@ -23,6 +23,8 @@ type nodeObject struct {
 	config *configWatcher
 	// seen is called for each Node that is new or has changed.
 	seen func()
+	// records names both sides of connections; nil if none are recorded.
+	records *records
 
 	// last is the latest Node. reported lists the mismatches that were reported.
 	last     atomic.Pointer[snapshot.Node]
@@ -55,6 +57,7 @@ func (s *nodeSink) Put(d snapshot.Delta) {
 		s.node.seen()
 	}
 	s.ipvs.warnSchedulerIgnored(d)
+	s.node.records.take(d)
 	s.Sink.Put(d)
 }
 

@@ -2,7 +2,6 @@ package node
 
 import (
 	"context"
-	"errors"
 	"fmt"
 	"net/netip"
 
@@ -19,11 +18,10 @@ import (
 type outliers struct {
 	*outlier.Detector
 	evidence backends.EvidenceReader
-	flows    *conntrack.Conn
 }
 
 // newOutliers opens what finds them; nil if the node has no Prober, or the backend gathers no evidence.
-func newOutliers(n *Node, queue *snapshot.Queue) (*outliers, error) {
+func newOutliers(n *Node, w *conntrack.Walker, queue *snapshot.Queue) (*outliers, error) {
 	if n.Prober == nil || n.Backend.Evidence == nil {
 		return nil, nil
 	}
@@ -31,19 +29,15 @@ func newOutliers(n *Node, queue *snapshot.Queue) (*outliers, error) {
 	if err != nil {
 		return nil, err
 	}
-	flows, err := conntrack.Dial(0)
-	if err != nil {
-		return nil, errors.Join(err, evidence.Close())
-	}
 	events := n.serving.events
 	d := outlier.New(outlier.Options{
-		Evidence: evidence, Prober: n.Prober, Flows: conntrack.NewUnanswered(flows), Put: queue.Put, Log: n.Log,
+		Evidence: evidence, Prober: n.Prober, Flows: conntrack.NewUnanswered(w), Put: queue.Put, Log: n.Log,
 		Ejected: func(service snapshot.Name, endpoint netip.AddrPort, cause snapshot.Cause) {
 			events.Emit(watch.Event{Warning: true, Reason: "EndpointEjected", Action: "Eject", Service: service,
 				Note: ejectionNote(n.Config.NodeName, endpoint, cause)})
 		},
 	})
-	return &outliers{d, evidence, flows}, nil
+	return &outliers{d, evidence}, nil
 }
 
 func ejectionNote(node string, endpoint netip.AddrPort, cause snapshot.Cause) string {
@@ -70,12 +64,12 @@ func (o *outliers) run(ctx context.Context) error {
 	return o.Run(ctx)
 }
 
-// close closes the sockets after Run has ended.
+// close closes the socket after Run has ended.
 func (o *outliers) close() error {
 	if o == nil {
 		return nil
 	}
-	return errors.Join(o.evidence.Close(), o.flows.Close())
+	return o.evidence.Close()
 }
 
 // ejected lists the ejected endpoints; none if nobody looks for them.

@@ -174,7 +174,7 @@ type lifetime struct {
 }
 
 // runProxy runs a proxy until the context ends. It writes through socket, and does not close it.
-func runProxy(ctx context.Context, socket *os.File, w *configWatcher, life lifetime) error {
+func runProxy(ctx context.Context, socket *os.File, w *configWatcher, life lifetime) (err error) {
 	log, s := w.log.Logger, w.start()
 	name, err := s.Node()
 	if err != nil {
@@ -200,17 +200,19 @@ func runProxy(ctx context.Context, socket *os.File, w *configWatcher, life lifet
 	}
 	defer flows.Close()
 	v, err := servingOf(w, s, events, publisher, life.hasLease)
+	if err == nil {
+		object.records, err = openRecords(s, w.host, podsOf(objects, log), log)
+	}
 	if err != nil {
 		return err
 	}
+	defer func() { err = errors.Join(err, object.records.close(life.ends(context.Cause(ctx)))) }()
 	p := &proxy{config: w, object: object, events: events, updates: make(chan configUpdate), apiServer: apiServer(s),
 		ipvs: &ipvsChoice{log: log, missing: events.missing, backend: opened.Mode, probe: opened.ProbeScheduler}}
 	v.checks = newHostChecks(log, p.policy, object.last.Load)
 	p.ipvs.warnIgnored(s.Policy.IPVS)
 	cleaner := newKubeProxyCleaner(takeover.Runner{Mode: takeover.Mode(s.Takeover), Own: opened.Named, Log: log},
-		func(ctx context.Context) error {
-			return backends.RemoveOthers(ctx, backends.RemoveOptions{Socket: socket, Beside: opened, Log: log})
-		})
+		removeOthers(socket, opened, log))
 	log.Info("starting verdict", "version", Version(), "node", name, "from", s.Manifests, "mode", opened.Mode,
 		"owns_tables", opened.Owns != nil)
 	defer p.awaitReady(s.Manifests != "", log).Stop()
@@ -223,12 +225,20 @@ func runProxy(ctx context.Context, socket *os.File, w *configWatcher, life lifet
 	})
 }
 
+// removeOthers returns what removes the rules of Verdict's other backends.
+func removeOthers(socket *os.File, beside *backends.Opened, log *slog.Logger) func(context.Context) error {
+	return func(ctx context.Context) error {
+		return backends.RemoveOthers(ctx, backends.RemoveOptions{Socket: socket, Beside: beside, Log: log})
+	}
+}
+
 // run runs the node, and everything beside it, until the context ends.
 func (p *proxy) run(ctx context.Context, cleaner *kubeProxyCleaner, n *Node) error {
 	var beside sync.WaitGroup
 	defer beside.Wait()
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
+	n.records = p.object.records
 	n.Listeners = []reconcile.Listener{p.events.listener(),
 		{Written: func(t reconcile.Transaction) { p.written(ctx, t) }}, {Written: cleaner.written}}
 	beside.Go(func() { p.runBackground(ctx, n.Backend, cleaner) })
@@ -283,7 +293,7 @@ func openSource(s *config.Settings, nodeName string, ends func(error) bool, log 
 		return nil, clusterEvents{}, nil, err
 	}
 	events := clusterEvents{watch.NewEvents(client, nodeName, report)}
-	objects := &watch.Kubernetes{Config: client, NodeName: nodeName, Report: report}
+	objects := &watch.Kubernetes{Config: client, NodeName: nodeName, PodNames: s.Policy.Records, Report: report}
 	if !s.NodeCondition && s.StartupTaint == "" {
 		return objects, events, nil, nil
 	}
@@ -320,7 +330,7 @@ func (p *proxy) runBackground(ctx context.Context, opened *backends.Opened, clea
 func (p *proxy) policy() dataplane.Config {
 	policy := p.config.settings.Load().Policy
 	policy.NodeName, policy.IPVS = p.object.name, p.ipvs.effective(policy.IPVS)
-	policy.APIServer = p.apiServer
+	policy.APIServer, policy.Records = p.apiServer, p.object.records.logs()
 	return policy
 }
 
@@ -357,5 +367,6 @@ func (p *proxy) written(ctx context.Context, t reconcile.Transaction) {
 	if !p.programmed.Swap(true) {
 		p.ready()
 		setSysctls(p.config.host, s, p.config.log)
+		p.object.records.setSysctls()
 	}
 }

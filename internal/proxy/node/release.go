@@ -14,27 +14,18 @@ import (
 	"github.com/verdict-proxy/verdict/sync/reconcile"
 )
 
-// releaser releases TCP connections to endpoints that are gone.
-type releaser struct {
-	*conntrack.Releaser
-	flows *conntrack.Conn
-}
-
-// newReleaser opens what releases connections; nil if the node has no Prober.
-func (n *Node) newReleaser(shown *telemetry) (*releaser, error) {
+// newReleaser returns what releases TCP connections to endpoints that are gone, and what the loop must call; nothing if
+// the node has no Prober.
+func (n *Node) newReleaser(w *conntrack.Walker, shown *telemetry) (*conntrack.Releaser, []reconcile.Listener) {
 	if n.Prober == nil {
 		return nil, nil
-	}
-	flows, err := conntrack.Dial(0)
-	if err != nil {
-		return nil, err
 	}
 	if loose, err := readConntrack("nf_conntrack_tcp_loose"); err == nil && loose == 0 {
 		n.Log.Warn("connections to endpoints that are gone will hang: the kernel does not pick up connections in midstream",
 			"sysctl", "net.netfilter.nf_conntrack_tcp_loose", "value", loose)
 	}
 	places := make(chan struct{}, maxReleaseProbes)
-	return &releaser{conntrack.NewReleaser(flows, conntrack.ReleaserOptions{
+	r := conntrack.NewReleaser(w, conntrack.ReleaserOptions{
 		Probe: func(ctx context.Context, endpoints []netip.AddrPort) []bool {
 			return probeAll(ctx, n.Prober, places, endpoints)
 		},
@@ -45,31 +36,8 @@ func (n *Node) newReleaser(shown *telemetry) (*releaser, error) {
 				shown.metrics.ObserveRelease(released.Reason.String(), released.Flows)
 			}
 		},
-	}), flows}, nil
-}
-
-// listeners returns what the loop must call: nothing if r is nil.
-func (r *releaser) listeners() []reconcile.Listener {
-	if r == nil {
-		return nil
-	}
-	return []reconcile.Listener{r.Listener()}
-}
-
-// run releases connections until the context ends.
-func (r *releaser) run(ctx context.Context) error {
-	if r == nil {
-		return nil
-	}
-	return r.Run(ctx)
-}
-
-// close closes the sockets after Run has ended.
-func (r *releaser) close() error {
-	if r == nil {
-		return nil
-	}
-	return r.flows.Close()
+	})
+	return r, []reconcile.Listener{r.Listener()}
 }
 
 // logRelease logs the result of a look at connections to endpoints that are gone.

@@ -8,6 +8,7 @@ import (
 	"log/slog"
 	"net/http"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"golang.org/x/sync/errgroup"
@@ -99,6 +100,8 @@ type telemetry struct {
 	everywhere *everywhere.Agent
 	// ledger, if not nil, keeps a history.
 	ledger *ledger.Writer
+	// pressure says who fills connection tracking; nil unless connections are recorded.
+	pressure atomic.Pointer[conntrack.PressureGauge]
 }
 
 // newTelemetry creates health and metrics. Servers with hardFail listen at once, so that the node does not start
@@ -150,6 +153,7 @@ func (t *telemetry) newMetrics(backend *backends.Opened, queue *snapshot.Queue, 
 		Waiting: queue.Waiting, Progress: queue.Progress, Quarantined: loop.Quarantined, Unscheduled: loop.Unscheduled,
 		SlowStarting: func() int { return countStarting(loop.Starting()) },
 		Ready:        t.health.Healthy, NodePorts: t.ports.Ports,
+		Pressure:  t.readPressure,
 		Conntrack: conntrackUsage, Report: reporter(t.log), HoldsLease: v.holdsLease, LogDropped: v.droppedLines,
 		Fill: backend.Fill, AffinityShares: backend.AffinityShares, Owns: backend.Owns, IPVS: backend.IPVS,
 	}
@@ -166,6 +170,13 @@ func (t *telemetry) newMetrics(backend *backends.Opened, queue *snapshot.Queue, 
 		o.Counters = t.counters
 	}
 	return metrics.New(o)
+}
+
+func (t *telemetry) readPressure() conntrack.Pressure {
+	if g := t.pressure.Load(); g != nil {
+		return g.Pressure()
+	}
+	return conntrack.Pressure{}
 }
 
 // backendName returns the name of the backend that writes.

@@ -115,7 +115,7 @@ func (w *writer) service(s *snapshot.Service) {
 		w.addr(r.Addr())
 		w.number(uint64(r.Bits()))
 	}
-	w.flags(s.InternalLocal, s.ExternalLocal, s.Scheduling != nil)
+	w.flags(s.InternalLocal, s.ExternalLocal, s.NoRecords, s.Scheduling != nil)
 	w.number(uint64(s.Affinity), uint64(s.HealthCheckNodePort), uint64(s.Counters), uint64(s.SecondChance),
 		uint64(s.Drain), uint64(s.ExternalFailover), uint64(s.SlowStart))
 	if sc := s.Scheduling; sc != nil {

@@ -27,13 +27,14 @@ func name(text string) snapshot.Name {
 	return n
 }
 
-// TestDigestFields: every field of a Service and its slices changes the digest, but for when a change began
-// and its version.
+// TestDigestFields: every field of a Service and its slices changes the digest, but for when a change began,
+// its version, and the names of pods, which only nodes with records read.
 func TestDigestFields(t *testing.T) {
 	testkit.Compares(t, func(a, b *snapshot.Service) bool { return Of(a, nil) == Of(b, nil) }, "Version")
 	svc := testkit.Filled[snapshot.Service]()
 	of := func(sl *snapshot.Slice) Digest { return Of(svc, map[string]*snapshot.Slice{"x": sl}) }
-	testkit.Compares(t, func(a, b *snapshot.Slice) bool { return of(a) == of(b) }, "Triggered", "Version")
+	testkit.Compares(t, func(a, b *snapshot.Slice) bool { return of(a) == of(b) }, "Triggered", "Version",
+		"Endpoints[].Pod")
 	if Of(nil, nil) != 0 {
 		t.Error("nothing has a digest")
 	}

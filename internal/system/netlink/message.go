@@ -16,7 +16,9 @@ import (
 type Message struct {
 	Type, Flags uint16
 	Seq         uint32
-	Body        []byte
+	// Port is the address of the socket that caused the message; 0 if none did.
+	Port uint32
+	Body []byte
 }
 
 // Messages walks the messages of a datagram. If one is malformed the last thing it gives is an error.
@@ -30,7 +32,7 @@ func Messages(b []byte) iter.Seq2[Message, error] {
 			}
 			m := Message{
 				Type: binary.NativeEndian.Uint16(b[4:]), Flags: binary.NativeEndian.Uint16(b[6:]),
-				Seq: binary.NativeEndian.Uint32(b[8:]), Body: b[HeaderLen:n],
+				Seq: binary.NativeEndian.Uint32(b[8:]), Port: binary.NativeEndian.Uint32(b[12:]), Body: b[HeaderLen:n],
 			}
 			if !yield(m, nil) {
 				return

@@ -66,7 +66,7 @@ func TestAgreesWithPackets(t *testing.T) {
 	delta, host := labServices(c)
 	snap := snapshot.New()
 	snap.Apply(delta)
-	state, _ := dataplane.Compute(dataplane.Config{NodeName: "node-1",
+	state, _ := dataplane.Compute(dataplane.Config{NodeName: "node-1", Records: true,
 		DetectLocal: dataplane.DetectLocal{ClusterCIDRs: []netip.Prefix{prefix("10.244.0.0/16")}}}, snap)
 	var rules *packets.Rules
 	labtest.Check(t, c.Node.Do(func() error {

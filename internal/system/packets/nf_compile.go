@@ -108,6 +108,9 @@ func (t *nfTable) compile(handle uint64, expressions []byte) nfRule {
 			rule.ops = append(rule.ops, op)
 		}
 	}
+	for n := len(rule.ops); n > 0 && rule.ops[n-1].unknown == "limit"; n-- { // of what does nothing here, as a log
+		rule.ops = rule.ops[:n-1]
+	}
 	findLayouts(t.family, rule.ops)
 	findHashLots(rule.ops)
 	return rule
