@@ -59,6 +59,7 @@ type Book struct {
 	readers  map[*reader]bool
 	// opens counts the readers that want open connections, and unread what those that left did not read in time.
 	opens           int
+	exports         []*export
 	sampled, unread uint64
 }
 
@@ -73,9 +74,16 @@ func NewBook(o Options) *Book {
 	if o.Now == nil {
 		o.Now = time.Now
 	}
-	return &Book{o: o, started: o.Now(), done: make(chan struct{}), list: newList(o.Memory),
+	b := &Book{o: o, started: o.Now(), done: make(chan struct{}), list: newList(o.Memory),
 		sums:    sums{most: max(o.Memory/rowBytes, 64), totals: spill{most: o.Series, rows: map[key]*row{}}},
 		readers: map[*reader]bool{}}
+	if o.File != "" {
+		b.exports = append(b.exports, newExport("file", o.Log, newFile(o.File, fileMiB)))
+	}
+	if o.OTLP != "" {
+		b.exports = append(b.exports, newExport("otlp", o.Log, newCollector(o.OTLP, o.Node)))
+	}
+	return b
 }
 
 // Add adds a record. An open connection is only shown to readers who want that; Look counts it.
@@ -95,6 +103,9 @@ func (b *Book) Add(r Record) {
 		}
 		r.Weight *= weight
 		b.list.add(&r)
+		for _, e := range b.exports {
+			e.offer(&r)
+		}
 	}
 	for reader := range b.readers {
 		reader.offer(&r)
@@ -161,6 +172,8 @@ type Stats struct {
 	Totals []Total
 	// Losses count in Unread what all readers together did not take in time.
 	Losses Losses
+	// Exports are the file and the collector, if there are any.
+	Exports []ExportStats
 }
 
 // Stats returns the sums since the start, and the losses.
@@ -176,11 +189,19 @@ func (b *Book) Stats() Stats {
 	for r := range b.readers {
 		s.Losses.Unread += r.lost.Load()
 	}
+	for _, e := range b.exports {
+		s.Exports = append(s.Exports, ExportStats{To: e.to, Written: e.written.Load(), Lost: e.lost.Load()})
+	}
 	return s
 }
 
-// Run ends the readers that follow when ctx is done.
+// Run writes records to the file and to the collector until ctx is done, and then ends the readers that follow.
 func (b *Book) Run(ctx context.Context) {
 	defer close(b.done)
+	var all sync.WaitGroup
+	for _, e := range b.exports {
+		all.Go(func() { e.run(ctx) })
+	}
 	<-ctx.Done()
+	all.Wait()
 }
