@@ -31,18 +31,19 @@ type Options struct {
 	ClientBits [2]int
 	// File and OTLP are where records are written to besides; empty means nowhere. Run writes them.
 	File, OTLP string
-	Log        *slog.Logger
+	// Log is told of failures; nil means nobody.
+	Log *slog.Logger
 	// Now is the clock; nil means time.Now.
 	Now func() time.Time
 }
 
-// Recorder gives a book its records.
-type Recorder interface {
+// source gives a book its records.
+type source interface {
 	// Losses gives what it has lost. Sampled and Unread are the book's.
 	Losses() Losses
-	// WatchOpen is called when the first reader wants open connections, and when no reader does any more. It must not
-	// block, nor call the book.
-	WatchOpen(wanted bool)
+	// SetOpen is called when the first reader wants open connections, and when no reader does any more. It must not call
+	// the book.
+	SetOpen(wanted bool) error
 }
 
 // Book keeps the last records, and sums. Its methods may be called concurrently. Make one with NewBook.
@@ -53,7 +54,7 @@ type Book struct {
 	done chan struct{}
 
 	mu       sync.Mutex
-	recorder Recorder
+	recorder source
 	list     *list
 	sums     sums
 	readers  map[*reader]bool
@@ -70,6 +71,9 @@ func NewBook(o Options) *Book {
 	}
 	if o.Series == 0 {
 		o.Series = DefaultSeries
+	}
+	if o.Log == nil {
+		o.Log = slog.New(slog.DiscardHandler)
 	}
 	if o.Now == nil {
 		o.Now = time.Now
@@ -139,7 +143,7 @@ func (o *Options) cut(p *Peer) {
 }
 
 // SetRecorder names what adds records. Without one, nothing is lost before it reaches the book.
-func (b *Book) SetRecorder(r Recorder) {
+func (b *Book) SetRecorder(r source) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	b.recorder = r

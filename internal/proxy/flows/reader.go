@@ -62,6 +62,8 @@ func (b *Book) opened(more int) {
 	was := b.opens > 0
 	b.opens += more
 	if is := b.opens > 0; is != was && b.recorder != nil {
-		b.recorder.WatchOpen(is)
+		if err := b.recorder.SetOpen(is); err != nil {
+			b.o.Log.Warn("failed to switch records of connections that begin", "on", is, "err", err)
+		}
 	}
 }
