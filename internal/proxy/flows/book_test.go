@@ -12,6 +12,7 @@ import (
 	"runtime"
 	"slices"
 	"strings"
+	"sync"
 	"sync/atomic"
 	"testing"
 	"time"
@@ -193,6 +194,99 @@ func TestFollow(t *testing.T) {
 	testkit.Eventually(t, 10*time.Second, "the reader left", func() bool { return !from.open.Load() })
 	if got := b.Stats().Losses; int(got.Unread) < unread || got.Events != 7 {
 		t.Errorf("the losses are %+v, and %d records were not read", got, unread)
+	}
+}
+
+// TestReadersAreBounded: more than some readers are told to come back.
+func TestReadersAreBounded(t *testing.T) {
+	b := NewBook(Options{})
+	for range maxReaders {
+		r, _ := b.join(query{})
+		defer b.leave(r)
+	}
+	w := httptest.NewRecorder()
+	b.ServeHTTP(w, httptest.NewRequest(http.MethodGet, "/flows?follow=1", nil))
+	if w.Code != http.StatusServiceUnavailable || w.Body.String() != "16 readers follow already\n" {
+		t.Errorf("%d %s", w.Code, w.Body)
+	}
+}
+
+// TestClientPrefix: only a prefix is kept of clients outside the cluster, in records and in sums.
+func TestClientPrefix(t *testing.T) {
+	b := NewBook(Options{ClientBits: [2]int{24, 48}})
+	six, node := outside("shop/cart", 1), outside("shop/cart", 2)
+	six.Client.Addr = netip.MustParseAddrPort("[2001:db8:1:2::7]:40000")
+	node.Client.Node = "node-1"
+	for _, r := range []Record{outside("shop/cart", 9), six, node, connection("shop/web", "shop/cart", 3)} {
+		b.Add(r)
+	}
+	_, list := ask[Record](t, b, "")
+	var got []string
+	for _, r := range list {
+		got = append(got, fmt.Sprint(r.Client.Prefix, " ", r.Client.Addr))
+	}
+	want := []string{"11.0.0.0/24 invalid AddrPort", "2001:db8:1::/48 invalid AddrPort",
+		"invalid Prefix 11.0.0.2:40000", "invalid Prefix 10.244.1.7:3"}
+	if !slices.Equal(got, want) {
+		t.Errorf("%q, want %q", got, want)
+	}
+	if _, list := ask[Record](t, b, "from=11.0.0.0/24"); len(list) != 1 {
+		t.Errorf("of the prefix there are %+v", list)
+	}
+	_, all := ask[Sum](t, b, "sums=1")
+	clients := map[string]bool{}
+	for _, s := range all {
+		clients[s.Client] = true
+	}
+	if len(clients) != 4 || !clients["11.0.0.0/24"] || !clients["2001:db8:1::/48"] || !clients["shop/web"] {
+		t.Errorf("the clients are %v", clients)
+	}
+}
+
+// TestLook: sums have the open connections of the last look of their minute, and lists have none.
+func TestLook(t *testing.T) {
+	c := newClock()
+	b := NewBook(Options{Now: c.now})
+	web, job := connection("shop/web", "shop/cart", 1), connection("shop/job", "shop/cart", 2)
+	b.Look(slices.Values([]Record{web, web, job}))
+	b.Look(slices.Values([]Record{web}))
+	c.at = c.at.Add(time.Minute)
+	b.Look(slices.Values([]Record{job, job}))
+	_, all := ask[Sum](t, b, "sums=1")
+	open := map[string]uint64{}
+	for _, s := range all {
+		open[s.Minute.Format("15:04 ")+s.Client] += s.Open
+	}
+	if len(open) != 3 || open["03:04 shop/web"] != 1 || open["03:04 shop/job"] != 0 || open["03:05 shop/job"] != 2 {
+		t.Errorf("open are %v", open)
+	}
+	if _, list := ask[Record](t, b, ""); len(list) > 0 {
+		t.Errorf("the list has %+v", list)
+	}
+}
+
+// TestConcurrent: many may add, look and ask at once, and nothing is missing.
+func TestConcurrent(t *testing.T) {
+	b, all := NewBook(Options{}), sync.WaitGroup{}
+	const each, adders = 2000, 4
+	for range adders {
+		all.Go(func() {
+			for n := range uint64(each) {
+				b.Add(connection("shop/web", "shop/cart", n))
+			}
+		})
+	}
+	all.Go(func() {
+		for range 20 {
+			b.Look(slices.Values([]Record{connection("shop/web", "shop/cart", 1)}))
+			ask[Record](t, b, "")
+			ask[Sum](t, b, "sums=1")
+			b.Stats()
+		}
+	})
+	all.Wait()
+	if _, list := ask[Record](t, b, ""); len(list) != each*adders {
+		t.Errorf("there are %d records of %d", len(list), each*adders)
 	}
 }
 
