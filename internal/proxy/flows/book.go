@@ -52,6 +52,8 @@ type Book struct {
 	started time.Time
 	// done is closed when Run ends.
 	done chan struct{}
+	// answers has an element for each answer that is written.
+	answers chan struct{}
 
 	mu       sync.Mutex
 	recorder source
@@ -78,7 +80,8 @@ func NewBook(o Options) *Book {
 	if o.Now == nil {
 		o.Now = time.Now
 	}
-	b := &Book{o: o, started: o.Now(), done: make(chan struct{}), list: newList(o.Memory),
+	b := &Book{o: o, started: o.Now(), done: make(chan struct{}), answers: make(chan struct{}, maxAnswers),
+		list:    newList(o.Memory),
 		sums:    sums{most: max(o.Memory/rowBytes, 64), room: o.Memory, totals: newSpill(o.Series, "")},
 		readers: map[*reader]bool{}}
 	if o.File != "" {

@@ -145,7 +145,9 @@ func TestFollow(t *testing.T) {
 	b.SetRecorder(from)
 	ctx, end := context.WithCancel(t.Context())
 	go b.Run(ctx)
-	server := httptest.NewServer(b)
+	server := httptest.NewUnstartedServer(b)
+	server.Config.ReadTimeout, server.Config.WriteTimeout = time.Second/2, time.Second/2 // losses are told after a second
+	server.Start()
 	defer server.Close()
 	defer end()
 	b.Add(connection("shop/web", "shop/cart", 1))

@@ -18,7 +18,10 @@ import (
 const (
 	// MaxLines is how many records or sums an answer has: some 20 MiB.
 	MaxLines = 50_000
-	// patience is how long a reader may take for what was sent.
+	// maxAnswers bounds the answers that are written at a time: each keeps what the list had when it began, for as long as
+	// the server lets it take. Others wait.
+	maxAnswers = 4
+	// patience is how long a reader that follows may take for a record.
 	patience = 30 * time.Second
 	// beat is how often losses are looked at, for readers that follow.
 	beat = time.Second
@@ -116,6 +119,7 @@ func (b *Book) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	case q.follow:
 		b.follow(r, l, q)
 	case q.sums:
+		defer b.begin(r)()
 		b.mu.Lock()
 		minutes := b.sums.snapshot(b.o.Now())
 		b.mu.Unlock()
@@ -128,10 +132,21 @@ func (b *Book) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		}
 		sendAll(l, b.losses(), q.limit, all)
 	default:
+		defer b.begin(r)()
 		b.mu.Lock()
 		blocks := b.list.snapshot()
 		b.mu.Unlock()
 		sendAll(l, b.losses(), q.limit, recordsOf(blocks, &q))
+	}
+}
+
+// begin waits until there is room for an answer, or nobody asks any more. The caller calls end behind it.
+func (b *Book) begin(r *http.Request) (end func()) {
+	select {
+	case b.answers <- struct{}{}:
+		return func() { <-b.answers }
+	case <-r.Context().Done():
+		return func() {}
 	}
 }
 
@@ -187,11 +202,7 @@ func (l *lines) sendAnswer(losses Losses) error {
 	return l.send(&l.answer)
 }
 
-// send sends a line. A reader that takes nothing for a while loses its connection.
-func (l *lines) send(line any) error {
-	_ = l.control.SetWriteDeadline(time.Now().Add(patience))
-	return l.json.Encode(line)
-}
+func (l *lines) send(line any) error { return l.json.Encode(line) }
 
 // sendAll sends the Answer and the last lines that fit.
 func sendAll[T any](l *lines, losses Losses, limit int, all iter.Seq[*T]) {
@@ -212,8 +223,10 @@ func sendAll[T any](l *lines, losses Losses, limit int, all iter.Seq[*T]) {
 
 // follow sends what there is, and then each new record, until the reader goes away or the book ends.
 func (b *Book) follow(req *http.Request, l *lines, q query) {
+	end := b.begin(req)
 	reader, before := b.join(q)
 	if reader == nil {
+		end()
 		http.Error(l.to, fmt.Sprintf("%d readers follow already", maxReaders), http.StatusServiceUnavailable)
 		return
 	}
@@ -221,10 +234,13 @@ func (b *Book) follow(req *http.Request, l *lines, q query) {
 	defer health.Hold(req)()
 	said := b.losses()
 	sendAll(l, said, q.limit, recordsOf(before, &q))
+	end()
 	l.answer.Left = 0
 	tick := time.NewTicker(beat)
 	defer tick.Stop()
 	for {
+		// The server's timeouts are for answers that end.
+		_ = l.control.SetWriteDeadline(time.Now().Add(patience))
 		if len(reader.records) == 0 && l.control.Flush() != nil {
 			return
 		}
