@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"io"
 	"net/netip"
+	"slices"
 	"strings"
 	"time"
 
@@ -137,26 +138,33 @@ func (o *flowsOptions) run(cmd *cobra.Command, args []string) error {
 	return o.print(ctx, p, addr)
 }
 
-// print prints a table, and below it what is missing: with --follow each time that changes.
+// print prints a table, and what is missing: below, or with --follow each time that changes.
 func (o *flowsOptions) print(ctx context.Context, p *terminal.Printer, addr netip.AddrPort) error {
-	table, first := records.Table{Printer: p}, (*flows.Answer)(nil)
+	table := records.Table{Printer: p}
+	var list []*flows.Record // in the order in which the node learned of them
+	var answer *flows.Answer
 	err := records.Ask(ctx, addr, &o.Question, func(text []byte) error {
 		line, err := records.Parse(text)
 		switch {
 		case err != nil:
 			return err
+		case !o.Follow && line.Record != nil:
+			list = append(list, line.Record)
 		case line.Record != nil:
 			table.Print("", line.Record)
-		case line.Answer != nil && (first != nil || o.Follow):
+		case !o.Follow:
+			answer = line.Answer
+		case line.Answer != nil:
 			records.PrintLosses(p, line.Answer)
-		}
-		if line.Answer != nil {
-			first = line.Answer
 		}
 		return p.Err()
 	})
-	if err == nil && !o.Follow && first != nil {
-		records.PrintLosses(p, first)
+	slices.SortStableFunc(list, func(a, b *flows.Record) int { return a.Time.Compare(b.Time) })
+	for _, r := range list {
+		table.Print("", r)
+	}
+	if answer != nil {
+		records.PrintLosses(p, answer)
 	}
 	return errors.Join(err, p.Err())
 }

@@ -25,6 +25,9 @@ func TestFlows(t *testing.T) {
 		Endpoint: flows.Peer{Pod: "shop/cart-1", Zone: "b"}, Sent: flows.Traffic{Bytes: 5e8},
 		Received: flows.Traffic{Bytes: 15e8}}
 	book.Add(record)
+	earlier := record
+	earlier.Time, earlier.Client.Pod = record.Time.Add(-time.Second), "shop/early-0"
+	book.Add(earlier)
 	run := func(args ...string) (string, error) {
 		cmd := newRoot()
 		var out strings.Builder
@@ -34,12 +37,16 @@ func TestFlows(t *testing.T) {
 		err := cmd.ExecuteContext(t.Context())
 		return out.String(), err
 	}
+	if got, err := run(); err != nil || !strings.Contains(got, "shop/web-0") ||
+		strings.Index(got, "shop/early-0") > strings.Index(got, "shop/web-0") {
+		t.Errorf("the records are not in the order of time: %v\n%s", err, got)
+	}
 	for args, want := range map[string]string{
 		"shop/cart --failed": "refused by endpoint\nnode-1, recorded since",
 		"shop/other":         "node-1, recorded since",
 		"-o json":            `"end":"refused by endpoint"`,
-		"--zones --price 0.5": "1.0000\n2000.0 MB crossed zones, 0.0 kB stayed within one, of 0.0 kB a zone is not known; " +
-			"cost: 1.0000",
+		"--zones --price 0.5": "2.0000\n4000.0 MB crossed zones, 0.0 kB stayed within one, of 0.0 kB a zone is not known; " +
+			"cost: 2.0000",
 		"--follow --until-eof": "", // there is no input
 	} {
 		if got, err := run(strings.Fields(args)...); err != nil || !strings.Contains(got, want) {

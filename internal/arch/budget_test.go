@@ -9,7 +9,7 @@ import (
 // budget is how many lines of Go each wing of the product may have, without tests. To raise a number is a decision: say
 // in the commit what the lines are for, and what they replace.
 var budget = map[string]int{
-	"cmd":              4_040,
+	"cmd":              4_100,
 	"nft":              18_620,
 	"ipvsplugin":       3_300,
 	"sync":             14_450,

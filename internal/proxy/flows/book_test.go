@@ -27,8 +27,8 @@ func (c *clock) now() time.Time { return c.at }
 
 func newClock() *clock { return &clock{time.Date(2030, 1, 2, 3, 4, 5, 0, time.UTC)} }
 
-// connection is a record of a connection of a workload to a Service.
-func connection(client, service string, n uint64) Record {
+// fromPod is a record of a connection of a workload to a Service.
+func fromPod(client, service string, n uint64) Record {
 	namespace, _, _ := strings.Cut(client, "/")
 	return Record{Time: newClock().at, Service: service, Port: "http", Protocol: "TCP", End: Closed, Weight: 1,
 		Frontend: netip.MustParseAddrPort("10.96.0.1:80"), Seconds: 1.5,
@@ -38,9 +38,9 @@ func connection(client, service string, n uint64) Record {
 		Sent:     Traffic{Packets: 5, Bytes: 500 + n}, Received: Traffic{Packets: 6, Bytes: 6000}}
 }
 
-// outside is one of a client outside the cluster.
-func outside(service string, n uint32) Record {
-	r := connection("", service, uint64(n))
+// fromOutside is one of a client outside the cluster.
+func fromOutside(service string, n uint32) Record {
+	r := fromPod("", service, uint64(n))
 	var a [4]byte
 	binary.BigEndian.PutUint32(a[:], 11<<24+n)
 	r.Client = Peer{Addr: netip.AddrPortFrom(netip.AddrFrom4(a), 40000)}
@@ -73,13 +73,13 @@ func ask[T any](t testing.TB, b *Book, query string) (a Answer, list []T) {
 func TestAnswers(t *testing.T) {
 	c := newClock()
 	b := NewBook(Options{Node: "node-1", Now: c.now})
-	failed := connection("shop/web", "shop/cart", 1)
+	failed := fromPod("shop/web", "shop/cart", 1)
 	failed.End, failed.Time = Refused, c.at.Add(-time.Hour)
-	dns := outside("kube-system/dns", 9)
+	dns := fromOutside("kube-system/dns", 9)
 	dns.Protocol, dns.End = "UDP", Unanswered
-	open := connection("shop/web", "shop/cart", 3)
+	open := fromPod("shop/web", "shop/cart", 3)
 	open.End = Open
-	for _, r := range []Record{failed, connection("shop/web", "shop/cart", 2), dns, open} {
+	for _, r := range []Record{failed, fromPod("shop/web", "shop/cart", 2), dns, open} {
 		b.Add(r)
 	}
 	for query, want := range map[string][]uint64{
@@ -96,7 +96,7 @@ func TestAnswers(t *testing.T) {
 			t.Errorf("%q: %+v, %v; want %v", query, a, got, want)
 		}
 	}
-	if _, list := ask[Record](t, b, ""); list[1] != connection("shop/web", "shop/cart", 2) {
+	if _, list := ask[Record](t, b, ""); list[1] != fromPod("shop/web", "shop/cart", 2) {
 		t.Errorf("the record is %+v", list[1])
 	}
 	if _, list := ask[Sum](t, b, "sums=1&service=shop/cart"); len(list) != 1 || list[0] != (Sum{
@@ -150,7 +150,7 @@ func TestFollow(t *testing.T) {
 	server.Start()
 	defer server.Close()
 	defer end()
-	b.Add(connection("shop/web", "shop/cart", 1))
+	b.Add(fromPod("shop/web", "shop/cart", 1))
 
 	resp, err := http.Get(server.URL + "/flows?follow=1&open=1&service=shop/cart")
 	if err != nil {
@@ -173,14 +173,14 @@ func TestFollow(t *testing.T) {
 	if !from.open.Load() {
 		t.Error("the recorder was not told that a reader wants open connections")
 	}
-	b.Add(connection("shop/web", "shop/other", 2))
-	open := connection("shop/web", "shop/cart", 3)
+	b.Add(fromPod("shop/web", "shop/other", 2))
+	open := fromPod("shop/web", "shop/cart", 3)
 	open.End = Open
 	b.Add(open)
 	next(`"bytes":503`)
 	unread := 0
 	for n := uint64(0); unread == 0; n++ { // nobody reads
-		b.Add(connection("shop/web", "shop/cart", n))
+		b.Add(fromPod("shop/web", "shop/cart", n))
 		unread = int(b.Stats().Losses.Unread)
 	}
 	for said := false; !said; {
@@ -216,10 +216,10 @@ func TestReadersAreBounded(t *testing.T) {
 // TestClientPrefix: only a prefix is kept of clients outside the cluster, in records and in sums.
 func TestClientPrefix(t *testing.T) {
 	b := NewBook(Options{ClientBits: [2]int{24, 48}})
-	six, node := outside("shop/cart", 1), outside("shop/cart", 2)
+	six, node := fromOutside("shop/cart", 1), fromOutside("shop/cart", 2)
 	six.Client.Addr = netip.MustParseAddrPort("[2001:db8:1:2::7]:40000")
 	node.Client.Node = "node-1"
-	for _, r := range []Record{outside("shop/cart", 9), six, node, connection("shop/web", "shop/cart", 3)} {
+	for _, r := range []Record{fromOutside("shop/cart", 9), six, node, fromPod("shop/web", "shop/cart", 3)} {
 		b.Add(r)
 	}
 	_, list := ask[Record](t, b, "")
@@ -249,7 +249,7 @@ func TestClientPrefix(t *testing.T) {
 func TestLook(t *testing.T) {
 	c := newClock()
 	b := NewBook(Options{Now: c.now})
-	web, job := connection("shop/web", "shop/cart", 1), connection("shop/job", "shop/cart", 2)
+	web, job := fromPod("shop/web", "shop/cart", 1), fromPod("shop/job", "shop/cart", 2)
 	b.Look(slices.Values([]Record{web, web, job}))
 	b.Look(slices.Values([]Record{web}))
 	c.at = c.at.Add(time.Minute)
@@ -274,13 +274,13 @@ func TestConcurrent(t *testing.T) {
 	for range adders {
 		all.Go(func() {
 			for n := range uint64(each) {
-				b.Add(connection("shop/web", "shop/cart", n))
+				b.Add(fromPod("shop/web", "shop/cart", n))
 			}
 		})
 	}
 	all.Go(func() {
 		for range 20 {
-			b.Look(slices.Values([]Record{connection("shop/web", "shop/cart", 1)}))
+			b.Look(slices.Values([]Record{fromPod("shop/web", "shop/cart", 1)}))
 			ask[Record](t, b, "")
 			ask[Sum](t, b, "sums=1")
 			b.Stats()
@@ -295,7 +295,7 @@ func TestConcurrent(t *testing.T) {
 // TestListIsBounded: the list drops the oldest records, and takes no more bytes than it may.
 func TestListIsBounded(t *testing.T) {
 	l := newList(1 << 20)
-	r := connection("shop/web", "shop/cart", 0)
+	r := fromPod("shop/web", "shop/cart", 0)
 	for n := range uint64(100_000) {
 		r.Sent.Packets = n
 		l.add(&r)
@@ -328,7 +328,7 @@ func TestSampling(t *testing.T) {
 	added, sums := 0, uint64(0)
 	add := func() {
 		for range 10_000 {
-			r := outside("shop/cart", uint32(added%5000))
+			r := fromOutside("shop/cart", uint32(added%5000))
 			if r.Time = c.at; added%5000%failures == 0 {
 				r.End = Refused
 			}
@@ -385,12 +385,12 @@ func TestMillionClients(t *testing.T) {
 	before := heapBytes()
 	b := NewBook(Options{Now: c.now})
 	for n := range uint32(1_000_000) {
-		b.Add(outside("shop/cart", n))
+		b.Add(fromOutside("shop/cart", n))
 		if n%1000 == 0 {
 			c.at = c.at.Add(3 * time.Second)
-			b.Add(connection(fmt.Sprintf("team-%d/web", n/1000%50), "shop/cart", 1))
+			b.Add(fromPod(fmt.Sprintf("team-%d/web", n/1000%50), "shop/cart", 1))
 			for heavy := range uint32(100) {
-				r := outside("shop/cart", 2_000_000+heavy)
+				r := fromOutside("shop/cart", 2_000_000+heavy)
 				r.Sent.Bytes = 1 << 24
 				b.Add(r)
 			}
@@ -439,7 +439,7 @@ func TestManyNames(t *testing.T) {
 		if n%600 == 0 {
 			c.at = c.at.Add(time.Minute)
 		}
-		r := connection(fmt.Sprintf("team-%d/%s-%d", n%7, strings.Repeat("w", 150), n), "shop/cart", n)
+		r := fromPod(fmt.Sprintf("team-%d/%s-%d", n%7, strings.Repeat("w", 150), n), "shop/cart", n)
 		r.Endpoint.Pod = fmt.Sprintf("shop/%s-%d", strings.Repeat("p", 150), n)
 		b.Add(r)
 		added++
@@ -471,7 +471,7 @@ func heapBytes() int64 {
 
 // BenchmarkAdd measures what a record costs, of workloads, of a million clients outside, and while the list samples.
 func BenchmarkAdd(b *testing.B) {
-	workload, stranger := connection("shop/web", "shop/cart", 1), outside("shop/cart", 1)
+	workload, stranger := fromPod("shop/web", "shop/cart", 1), fromOutside("shop/cart", 1)
 	b.Run("workload", func(b *testing.B) {
 		book := NewBook(Options{})
 		b.ReportAllocs()

@@ -116,7 +116,7 @@ func TestOTLP(t *testing.T) {
 	const n = 3000
 	want := int64(0)
 	for i := range uint64(n) {
-		b.Add(connection("shop/web", "shop/cart", i))
+		b.Add(fromPod("shop/web", "shop/cart", i))
 		want += int64(500 + i)
 	}
 	done(n)
@@ -138,7 +138,7 @@ func TestOTLP(t *testing.T) {
 	}}
 	r.mu.Unlock()
 	for i := range uint64(5) {
-		b.Add(connection("shop/web", "shop/cart", i))
+		b.Add(fromPod("shop/web", "shop/cart", i))
 	}
 	done(n + 5)
 	if exports().Lost != 2 {
@@ -146,7 +146,7 @@ func TestOTLP(t *testing.T) {
 	}
 	server.Close()
 	for i := range uint64(10) {
-		b.Add(connection("shop/web", "shop/cart", i))
+		b.Add(fromPod("shop/web", "shop/cart", i))
 	}
 	done(n + 15)
 	if exports().Lost != 12 {
@@ -166,7 +166,7 @@ func TestFile(t *testing.T) {
 		for len(b.exports[0].records) == maxWaiting {
 			time.Sleep(time.Millisecond)
 		}
-		b.Add(connection("shop/web", "shop/cart", i))
+		b.Add(fromPod("shop/web", "shop/cart", i))
 	}
 	stop()
 	<-b.done
@@ -204,11 +204,11 @@ func TestSlowCollector(t *testing.T) {
 	defer close(hang)
 	b := running(t, Options{OTLP: server.URL})
 	for i := range uint64(batchSize) {
-		b.Add(connection("shop/web", "shop/cart", i))
+		b.Add(fromPod("shop/web", "shop/cart", i))
 	}
 	<-called
 	for i := range uint64(2 * maxWaiting) {
-		b.Add(connection("shop/web", "shop/cart", i))
+		b.Add(fromPod("shop/web", "shop/cart", i))
 	}
 	if lost := b.Stats().Exports[0].Lost; lost != maxWaiting {
 		t.Errorf("%d records are lost of %d", lost, maxWaiting)

@@ -21,8 +21,8 @@ const (
 	// maxAnswers bounds the answers that are written at a time: each keeps what the list had when it began, for as long as
 	// the server lets it take. Others wait.
 	maxAnswers = 4
-	// patience is how long a reader that follows may take for a record.
-	patience = 30 * time.Second
+	// readerPatience is how long a reader that follows may take for a record.
+	readerPatience = 30 * time.Second
 	// beat is how often losses are looked at, for readers that follow.
 	beat = time.Second
 )
@@ -240,7 +240,7 @@ func (b *Book) follow(req *http.Request, l *lines, q query) {
 	defer tick.Stop()
 	for {
 		// The server's timeouts are for answers that end.
-		_ = l.control.SetWriteDeadline(time.Now().Add(patience))
+		_ = l.control.SetWriteDeadline(time.Now().Add(readerPatience))
 		if len(reader.records) == 0 && l.control.Flush() != nil {
 			return
 		}

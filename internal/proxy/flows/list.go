@@ -17,8 +17,8 @@ const (
 	blocks = 128
 	// spare is room for the record that fills a block.
 	spare = 1 << 10
-	// tick is how often the rates are measured.
-	tick = time.Second
+	// rateEvery is how often the rates are measured.
+	rateEvery = time.Second
 )
 
 // list holds the last records, packed, in at most a number of bytes. It is not safe for concurrent use.
@@ -97,7 +97,7 @@ func (l *list) weight(r *Record, client netip.AddrPort, now time.Time) uint32 {
 		class = 1
 	}
 	l.counts[class]++
-	if elapsed := now.Sub(l.counted); elapsed >= tick || elapsed < 0 {
+	if elapsed := now.Sub(l.counted); elapsed >= rateEvery || elapsed < 0 {
 		l.measure(elapsed)
 		l.counted = now
 	}

@@ -130,7 +130,7 @@ type Losses struct {
 }
 
 // Answer is what a node says to the question for its records: the first line of its JSON lines. Records follow, one a
-// line, or Sums.
+// line, in the order in which the node learned of them, or Sums, the oldest minute first.
 type Answer struct {
 	Node string `json:"node"`
 	// Started is when the recorder started.
