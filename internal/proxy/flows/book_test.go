@@ -469,7 +469,7 @@ func heapBytes() int64 {
 	return int64(m.HeapAlloc)
 }
 
-// BenchmarkAdd measures what a record costs, of workloads, of a million clients outside, and while the list samples.
+// BenchmarkAdd measures what a record costs, of a workload, and of clients outside that never came before.
 func BenchmarkAdd(b *testing.B) {
 	workload, stranger := fromPod("shop/web", "shop/cart", 1), fromOutside("shop/cart", 1)
 	b.Run("workload", func(b *testing.B) {
