@@ -7,9 +7,11 @@ import (
 	"encoding/json"
 	"fmt"
 	"io"
+	"maps"
 	"net/http"
 	"net/netip"
 	"net/url"
+	"slices"
 	"strconv"
 	"strings"
 	"time"
@@ -34,32 +36,28 @@ type Question struct {
 	Limit int
 }
 
-// parameters are what both readers of a question know, by the names of flags, with empty values where nothing is asked.
-func (q *Question) parameters() [][2]string {
-	number, word := func(n int64, text string) string {
-		if n == 0 {
-			return ""
+// parameters are what a node's /flows and "verdict flows" call alike.
+func (q *Question) parameters() url.Values {
+	v := url.Values{}
+	set := func(name string, asked bool, value string) {
+		if asked {
+			v.Set(name, value)
 		}
-		return text
-	}, func(on bool) string {
-		if on {
-			return "1"
-		}
-		return ""
 	}
-	return [][2]string{{"from", q.From}, {"since", number(int64(q.Since), q.Since.String())},
-		{"limit", number(int64(q.Limit), strconv.Itoa(q.Limit))}, {"failed", word(q.Failed)}, {"follow", word(q.Follow)},
-		{"open", word(q.Open)}, {"zones", word(q.Zones)}}
+	set("from", q.From != "", q.From)
+	set("since", q.Since > 0, q.Since.String())
+	set("limit", q.Limit > 0, strconv.Itoa(q.Limit))
+	set("failed", q.Failed, "1")
+	set("follow", q.Follow, "1")
+	set("open", q.Open, "1")
+	set("zones", q.Zones, "1")
+	return v
 }
 
-// query is the question as a node's /flows reads it.
+// query is the question as /flows reads it.
 func (q *Question) query() url.Values {
-	v := url.Values{}
-	for _, p := range append(q.parameters(), [2]string{"service", q.Service}) {
-		if p[1] != "" {
-			v.Set(p[0], p[1])
-		}
-	}
+	v := q.parameters()
+	v.Set("service", q.Service)
 	if q.Zones {
 		v.Set("sums", "1")
 	}
@@ -68,10 +66,9 @@ func (q *Question) query() url.Values {
 
 // Args are the question as "verdict flows" reads it.
 func (q *Question) Args() (args []string) {
-	for _, p := range q.parameters() {
-		if p[1] != "" {
-			args = append(args, "--"+p[0]+"="+p[1])
-		}
+	v := q.parameters()
+	for _, name := range slices.Sorted(maps.Keys(v)) {
+		args = append(args, "--"+name+"="+v.Get(name))
 	}
 	if q.Service != "" {
 		args = append(args, "--", q.Service)

@@ -40,7 +40,7 @@ func fromPod(client, service string, n uint64) Record {
 
 // fromOutside is one of a client outside the cluster.
 func fromOutside(service string, n uint32) Record {
-	r := fromPod("", service, uint64(n))
+	r := fromPod("", service, uint64(n%100))
 	var a [4]byte
 	binary.BigEndian.PutUint32(a[:], 11<<24+n)
 	r.Client = Peer{Addr: netip.AddrPortFrom(netip.AddrFrom4(a), 40000)}
@@ -146,7 +146,8 @@ func TestFollow(t *testing.T) {
 	ctx, end := context.WithCancel(t.Context())
 	go b.Run(ctx)
 	server := httptest.NewUnstartedServer(b)
-	server.Config.ReadTimeout, server.Config.WriteTimeout = time.Second/2, time.Second/2 // losses are told after a second
+	const timeout = beat - beat/10 // losses are told later
+	server.Config.ReadTimeout, server.Config.WriteTimeout = timeout, timeout
 	server.Start()
 	defer server.Close()
 	defer end()
@@ -264,6 +265,22 @@ func TestLook(t *testing.T) {
 	}
 	if _, list := ask[Record](t, b, ""); len(list) > 0 {
 		t.Errorf("the list has %+v", list)
+	}
+	b = NewBook(Options{Memory: 1 << 20, Now: c.now}) // which has too few rows for so many
+	for range 3 {
+		b.Look(func(yield func(Record) bool) {
+			for n := range uint64(1000) {
+				yield(fromPod(fmt.Sprint("shop/", n), "shop/cart", n))
+			}
+		})
+	}
+	_, all = ask[Sum](t, b, "sums=1")
+	sum := uint64(0)
+	for _, s := range all {
+		sum += s.Open
+	}
+	if sum != 1000 || len(all) > 200 {
+		t.Errorf("%d connections are open in %d rows", sum, len(all))
 	}
 }
 
@@ -386,6 +403,9 @@ func TestMillionClients(t *testing.T) {
 	b := NewBook(Options{Now: c.now})
 	for n := range uint32(1_000_000) {
 		b.Add(fromOutside("shop/cart", n))
+		if n%500 == 0 { // as small as the others, but again and again
+			b.Add(fromOutside("shop/cart", 3_000_000))
+		}
 		if n%1000 == 0 {
 			c.at = c.at.Add(3 * time.Second)
 			b.Add(fromPod(fmt.Sprintf("team-%d/web", n/1000%50), "shop/cart", 1))
@@ -402,7 +422,7 @@ func TestMillionClients(t *testing.T) {
 		t.Logf("the book holds %d MiB", held>>20)
 	}
 	var connections uint64
-	named, heavy := map[string]uint64{}, uint64(0)
+	named, heavy, steady := map[string]uint64{}, uint64(0), uint64(0)
 	for s := range sumsOf(b.sums.snapshot(c.at), &query{}) {
 		connections += s.Connections
 		if strings.HasPrefix(s.Client, "team-") {
@@ -411,14 +431,17 @@ func TestMillionClients(t *testing.T) {
 		if strings.HasPrefix(s.Client, "11.30.132.") {
 			heavy += s.Connections
 		}
+		if s.Client == "11.45.198.192" {
+			steady += s.Connections
+		}
 	}
 	if len(named) != 50 || named["team-7/web"] != 20 {
 		t.Errorf("of the workloads there are %v", named)
 	}
-	if heavy != 100*1000 {
-		t.Errorf("the heavy clients count %d connections", heavy)
+	if heavy != 100*1000 || steady < 1900 {
+		t.Errorf("the heavy clients count %d connections, the steady one %d", heavy, steady)
 	}
-	const all = 1_000_000 + 1000 + 100*1000
+	const all = 1_000_000 + 1000 + 100*1000 + 2000
 	if connections != all {
 		t.Errorf("the sums of the hour count %d connections of %d", connections, all)
 	}
@@ -427,6 +450,32 @@ func TestMillionClients(t *testing.T) {
 		t.Errorf("the totals are %+v", totals)
 	}
 	runtime.KeepAlive(b)
+}
+
+// TestNamespacesShare: however many clients a namespace's Services have, named or not, those of another one stay.
+func TestNamespacesShare(t *testing.T) {
+	c := newClock()
+	b := NewBook(Options{Memory: 2 << 20, Now: c.now})
+	for n := range uint32(10) {
+		b.Add(fromPod(fmt.Sprint("small/", n), "small/api", 0))
+		b.Add(fromOutside("small/api", n))
+	}
+	for n := range uint32(20_000) {
+		b.Add(fromPod(fmt.Sprint("large/", n), "large/api", uint64(n)))
+		b.Add(fromOutside("large/api", n))
+	}
+	_, all := ask[Sum](t, b, "sums=1")
+	rows, connections := map[string]int{}, map[string]uint64{}
+	for _, s := range all {
+		connections[s.Service] += s.Connections
+		if rows[s.Service]++; s.Client == Others && s.Service == "small/api" {
+			t.Errorf("%d connections of small/api lost their clients", s.Connections)
+		}
+	}
+	if rows["small/api"] != 20 || connections["small/api"] != 20 || connections["large/api"] != 40_000 ||
+		rows["large/api"] < 250 || rows["large/api"] > 400 {
+		t.Errorf("rows %v, connections %v", rows, connections)
+	}
 }
 
 // TestManyNames: rows of long names that nothing shares take no more memory than they may. Then older minutes lose
