@@ -321,6 +321,25 @@ func TestPlacement(t *testing.T) {
 	}
 }
 
+// TestDirectories: the directories of the ledger and of the file of records are the node's.
+func TestDirectories(t *testing.T) {
+	files, err := renderChart(t, chartDir, valuesOf(t, must,
+		"verdict: {ledger: /var/lib/verdict/ledger, recordsFile: /var/log/verdict/flows.jsonl}"), "v1.37.1")
+	check(t, err)
+	o, err := decode(manifests(files))
+	check(t, err)
+	pod := objects(o).daemonSet().Spec.Template.Spec
+	for name, dir := range map[string]string{"ledger": "/var/lib/verdict/ledger", "records": "/var/log/verdict"} {
+		if !slices.ContainsFunc(pod.Volumes, func(v corev1.Volume) bool {
+			return v.Name == name && v.HostPath != nil && v.HostPath.Path == dir
+		}) || !slices.ContainsFunc(pod.Containers[0].VolumeMounts, func(m corev1.VolumeMount) bool {
+			return m.Name == name && m.MountPath == dir && !m.ReadOnly
+		}) {
+			t.Errorf("%s of the %s is not the node's: %+v", dir, name, pod)
+		}
+	}
+}
+
 // TestServiceAccount: whoever has an account for the pods already gets it in every place that names one.
 func TestServiceAccount(t *testing.T) {
 	const values = anImage + "nodeCondition: true\nstartupTaint: a.example/b\ncollector: {enabled: true}\n"

@@ -126,13 +126,17 @@ type Losses struct {
 	Refusals uint64 `json:"refusals"`
 	// Sampled are records that were left out of the list, but not of the sums.
 	Sampled uint64 `json:"sampled"`
+	// Unread are records that a reader which follows did not take in time; other readers have 0.
+	Unread uint64 `json:"unread,omitempty"`
 }
 
 // Answer is what a node says to the question for its records: the first line of its JSON lines. Records follow, one a
-// line, or Sums.
+// line, in the order in which the node learned of them, or Sums, the oldest minute first.
 type Answer struct {
 	Node string `json:"node"`
 	// Started is when the recorder started.
 	Started time.Time `json:"started"`
 	Losses  Losses    `json:"losses"`
+	// Left are lines that were asked for and did not fit the answer: the oldest.
+	Left uint64 `json:"left,omitempty"`
 }
