@@ -1,0 +1,99 @@
+package cluster
+
+import (
+	"bufio"
+	"bytes"
+	"context"
+	"encoding/json"
+	"slices"
+	"time"
+
+	"github.com/verdict-proxy/verdict/internal/answers/servicemap"
+	"github.com/verdict-proxy/verdict/internal/proxy/flows"
+)
+
+// ServiceMap is who sent how much to which Service, as all nodes recorded it.
+type ServiceMap struct {
+	// Nodes is how many were asked, and Recording how many of them keep records.
+	Nodes     int                `json:"nodes"`
+	Recording int                `json:"recording"`
+	Arrows    []servicemap.Arrow `json:"arrows"`
+	// Losses is what the nodes lost since they record, and Lossy how many of them lost anything.
+	Losses flows.Losses `json:"losses"`
+	Lossy  int          `json:"lossy"`
+	// Started is when the last of the nodes began to record.
+	Started time.Time `json:"started,omitzero"`
+	// Failed are the nodes without an answer.
+	Failed []NodeAnswer `json:"failed,omitempty"`
+}
+
+// ServiceMap asks every node for its part of the map, which is bounded there, and adds up as many arrows as most.
+func (c *Cluster) ServiceMap(ctx context.Context, since time.Duration, most int) (*ServiceMap, error) {
+	targets, _, err := c.Targets(ctx)
+	if err != nil {
+		return nil, err
+	}
+	out, sum := &ServiceMap{Nodes: len(targets)}, servicemap.New(most)
+	for _, r := range c.Each(ctx, targets, func(t Target) []string {
+		return slices.Concat([]string{"flows", "--map", "--since=" + since.String()}, t.Flags)
+	}) {
+		var part servicemap.Answer
+		err := r.failure(0)
+		if err == nil {
+			err = json.Unmarshal(r.Stdout, &part)
+		}
+		if err != nil {
+			out.Failed = append(out.Failed, NodeAnswer{Node: r.Node, Error: err.Error()})
+			continue
+		}
+		if part.Off == "" {
+			out.Recording++
+		}
+		out.add(&part.Answer)
+		for i := range part.Arrows {
+			sum.Add(&part.Arrows[i])
+		}
+	}
+	out.Arrows = sum.Arrows()
+	return out, nil
+}
+
+func (m *ServiceMap) add(a *flows.Answer) {
+	if a.Losses != (flows.Losses{}) {
+		m.Lossy++
+	}
+	m.Losses.Events += a.Losses.Events
+	m.Losses.Refusals += a.Losses.Refusals
+	m.Losses.Sampled += a.Losses.Sampled
+	if a.Started.After(m.Started) {
+		m.Started = a.Started
+	}
+}
+
+// Failures asks every node for the failed connections to a Service, and returns the newest that match, at most so many,
+// the newest first.
+func (c *Cluster) Failures(ctx context.Context, service string, since time.Duration, most int,
+	match func(*flows.Record) bool) (records []flows.Record, failed []NodeAnswer, err error) {
+	targets, _, err := c.Targets(ctx)
+	if err != nil {
+		return nil, nil, err
+	}
+	for _, r := range c.Each(ctx, targets, func(t Target) []string {
+		return slices.Concat([]string{"flows", "--failed", "-o", "json", "--since=" + since.String()}, t.Flags,
+			[]string{"--", service})
+	}) {
+		err := r.failure(0)
+		for lines := bufio.NewScanner(bytes.NewReader(r.Stdout)); err == nil && lines.Scan(); {
+			var one flows.Record // the first line is a flows.Answer, which has no end
+			if err = json.Unmarshal(lines.Bytes(), &one); err == nil && one.End != "" && match(&one) {
+				records = append(records, one)
+			}
+		}
+		if err != nil {
+			failed = append(failed, NodeAnswer{Node: r.Node, Error: err.Error()})
+		}
+		slices.SortStableFunc(records, func(a, b flows.Record) int { return b.Time.Compare(a.Time) })
+		records = records[:min(len(records), most)]
+	}
+	return records, failed, nil
+}
