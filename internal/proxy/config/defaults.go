@@ -93,6 +93,8 @@ func (d *Document) setDefaults(behavior string) {
 	orPointer(&v.CounterMemoryMiB, DefaultCounterMemoryMiB)
 	orDefault(&v.EverywhereToken, "/var/run/secrets/verdict-collector/token")
 	orPointer(&v.LedgerMaxMiB, 64)
+	orDefault(&v.Records, "off")
+	orPointer(&v.RecordsMemoryMiB, 32)
 }
 
 // setBehaviorDefaults fills in the fields by which packets meet something else than with kube-proxy. Its modes nftables

@@ -79,6 +79,17 @@ type VerdictConfiguration struct {
 	Ledger string `json:"ledger"`
 	// LedgerMaxMiB limits the size of its files.
 	LedgerMaxMiB *int32 `json:"ledgerMaxMiB"`
+	// Records switches the records of connections on or off.
+	Records Switch `json:"records"`
+	// RecordsMemoryMiB limits the memory for the list of records; sums take as much again.
+	RecordsMemoryMiB *int32 `json:"recordsMemoryMiB"`
+	// RecordsFile is the file that records are appended to; empty means none.
+	RecordsFile string `json:"recordsFile"`
+	// RecordsOTLP is the URL of the collector that records are sent to; empty means none.
+	RecordsOTLP string `json:"recordsOTLP"`
+	// RecordsClientPrefix is how many bits records keep of the addresses of clients outside the cluster, of IPv4 and of
+	// IPv6: "24,64"; empty means all.
+	RecordsClientPrefix string `json:"recordsClientPrefix"`
 }
 
 // Switch is a word that may be on or off. YAML reads these two as truth values unless they are in quotes.

@@ -3,8 +3,10 @@ package config
 import (
 	"fmt"
 	"math"
+	"net/url"
 	"regexp"
 	"slices"
+	"strconv"
 	"strings"
 	"time"
 
@@ -174,9 +176,19 @@ var fields = []field{
 		checkLease},
 	{verdictKind + ".everywhereToken", Restart, "the file with the token that identifies this node to the collector", nil},
 	{verdictKind + ".ledger", Restart, "a directory for a ledger of what was written to the kernel, such as " +
-		"`/var/lib/verdict/ledger`, see [LEDGER.md](LEDGER.md); empty disables it", checkDirectory},
+		"`/var/lib/verdict/ledger`, see [LEDGER.md](LEDGER.md); empty disables it", checkAbsolute},
 	{verdictKind + ".ledgerMaxMiB", Restart, "maximum size of the files there; the oldest records are deleted",
 		within(1, 1<<20)},
+	{verdictKind + ".records", Restart, "`on` records connections to Services on this node: who connected, how much was " +
+		"sent, how it ended; see [FLOWS.md](FLOWS.md)", oneOf("off", "on")},
+	{verdictKind + ".recordsMemoryMiB", Restart, "memory limit of the list of records; the sums take as much again",
+		within(1, 1<<12)},
+	{verdictKind + ".recordsFile", Restart, "append records to this file, such as `/var/log/verdict/flows.jsonl`, and " +
+		"rotate it; see [FLOWS.md](FLOWS.md#export)", checkAbsolute},
+	{verdictKind + ".recordsOTLP", Restart, "send records to the OpenTelemetry collector at this URL, such as " +
+		"`http://otel-collector.monitoring:4318`; see [FLOWS.md](FLOWS.md#export)", checkURL},
+	{verdictKind + ".recordsClientPrefix", Restart, "how many bits records keep of the addresses of clients outside the " +
+		"cluster, of IPv4 and of IPv6, such as `24,64`; empty keeps all", checkPrefixLengths},
 }
 
 // fieldNamed returns the field of this name. It panics if there is none.
@@ -378,12 +390,40 @@ func checkInterfaceName(s string) string {
 	return ""
 }
 
-// checkDirectory accepts an absolute path, or nothing: the proxy may be started anywhere.
-func checkDirectory(v any) string {
+// checkAbsolute accepts an absolute path, or nothing: the proxy may be started anywhere.
+func checkAbsolute(v any) string {
 	if path := v.(string); path != "" && !strings.HasPrefix(path, "/") {
 		return clip.Quote(path) + " is not an absolute path"
 	}
 	return ""
+}
+
+// checkURL accepts a URL of HTTP, or nothing.
+func checkURL(v any) string {
+	text := v.(string)
+	u, err := url.Parse(text)
+	if text != "" && (err != nil || u.Scheme != "http" && u.Scheme != "https" || u.Hostname() == "") {
+		return clip.Quote(text) + " is not a URL such as http://otel-collector.monitoring:4318"
+	}
+	return ""
+}
+
+// checkPrefixLengths accepts two numbers of bits, or nothing.
+func checkPrefixLengths(v any) string {
+	text := v.(string)
+	if _, ok := parsePrefixLengths(text); text != "" && !ok {
+		return clip.Quote(text) + " is not two numbers of bits such as 24,64"
+	}
+	return ""
+}
+
+// parsePrefixLengths reads the lengths of prefixes of IPv4 and of IPv6: "24,64".
+func parsePrefixLengths(text string) (bits [2]int, ok bool) {
+	v4, v6, _ := strings.Cut(text, ",")
+	a, err4 := strconv.ParseUint(v4, 10, 8)
+	b, err6 := strconv.ParseUint(v6, 10, 8)
+	ok = err4 == nil && err6 == nil && a >= 1 && a <= 32 && b >= 1 && b <= 128
+	return [2]int{int(a), int(b)}, ok
 }
 
 // checkLease accepts NAMESPACE/NAME, or nothing.

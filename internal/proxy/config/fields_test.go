@@ -217,6 +217,14 @@ var fieldRows = []struct{ name, standard, good, bad, message string }{
 	{"VerdictConfiguration.ledger", `""`, `/var/lib/verdict/ledger`, `ledger`,
 		`"ledger" is not an absolute path` + notSet},
 	{"VerdictConfiguration.ledgerMaxMiB", `64`, `1`, `0`, `0 is not within 1 to 1048576` + isDefault + "64"},
+	{"VerdictConfiguration.records", `off`, `on`, `maybe`, `"maybe" is not one of off, on` + isDefault + "off"},
+	{"VerdictConfiguration.recordsMemoryMiB", `32`, `1`, `0`, `0 is not within 1 to 4096` + isDefault + "32"},
+	{"VerdictConfiguration.recordsFile", `""`, `/var/log/flows.jsonl`, `flows`,
+		`"flows" is not an absolute path` + notSet},
+	{"VerdictConfiguration.recordsOTLP", `""`, `https://collector:4318`, `collector:4318`,
+		`"collector:4318" is not a URL such as http://otel-collector.monitoring:4318` + notSet},
+	{"VerdictConfiguration.recordsClientPrefix", `""`, `24,64`, `24,0`,
+		`"24,0" is not two numbers of bits such as 24,64` + notSet},
 }
 
 // TestFields: each field has kube-proxy's default, takes what is right, and says exactly what is wrong otherwise. The

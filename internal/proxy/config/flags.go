@@ -132,6 +132,14 @@ var serverFlags = []option{
 		"/var/run/secrets/verdict-collector/token)", verdictKind+".everywhereToken"),
 	sets("ledger", "the directory for a ledger of what is written to the kernel, such as /var/lib/verdict/ledger "+
 		"(default none)", verdictKind+".ledger"),
+	word("records", "off|on", "whether connections to Services are recorded: who connected, how much was sent, how it "+
+		"ended (default off)", verdictKind+".records"),
+	sets("records-file", "file that records are appended to, such as /var/log/verdict/flows.jsonl (default none)",
+		verdictKind+".recordsFile"),
+	sets("records-otlp", "URL of the OpenTelemetry collector that records are sent to, such as "+
+		"http://otel-collector.monitoring:4318 (default none)", verdictKind+".recordsOTLP"),
+	sets("records-client-prefix", "bits that records keep of the addresses of clients outside the cluster, of IPv4 and "+
+		"of IPv6, such as 24,64 (default all)", verdictKind+".recordsClientPrefix"),
 	address("healthz-bind-address", "IP address, with or without a port, of the health server; empty: disabled "+
 		"(default 0.0.0.0:10256)", "healthzBindAddress"),
 	address("metrics-bind-address", "IP address, with or without a port, of the metrics server; empty: disabled "+
@@ -219,6 +227,8 @@ var ownFlags = []option{
 	sets("counter-memory-mib", "memory limit of the kernel's counters of frontends and endpoints, in MiB (default 16)",
 		verdictKind+".counterMemoryMiB"),
 	sets("ledger-max-mib", "maximum size of the files of the ledger, in MiB (default 64)", verdictKind+".ledgerMaxMiB"),
+	sets("records-memory-mib", "memory limit of the list of records, in MiB; the sums take as much again (default 32)",
+		verdictKind+".recordsMemoryMiB"),
 }
 
 // sets makes a flag that sets fields of one type.

@@ -46,6 +46,7 @@ func TestFlagNames(t *testing.T) {
 		"ipvs-addresses",
 		"counter-memory-mib",
 		"everywhere", "everywhere-token", "ledger", "ledger-max-mib",
+		"records", "records-memory-mib", "records-file", "records-otlp", "records-client-prefix",
 		"ipvs-services",
 		"metrics-connections",
 		"metrics-max-series",

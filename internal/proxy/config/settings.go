@@ -90,6 +90,27 @@ type Settings struct {
 	// Ledger is the directory of the ledger, and LedgerMaxMiB the limit of its size; without a directory there is none.
 	Ledger       string
 	LedgerMaxMiB int
+
+	// Records says how connections are recorded; nil if they are not.
+	Records *Records
+}
+
+// Records configures the records of connections.
+type Records struct {
+	// MemoryMiB limits the memory for the list of records.
+	MemoryMiB int
+	// File and OTLP are where records are written to; empty means nowhere.
+	File, OTLP string
+	// ClientBits is how many bits are kept of addresses of clients outside the cluster, of IPv4 and of IPv6; 0 means all.
+	ClientBits [2]int
+}
+
+func (v *VerdictConfiguration) records() *Records {
+	if v.Records == "off" {
+		return nil
+	}
+	bits, _ := parsePrefixLengths(v.RecordsClientPrefix)
+	return &Records{MemoryMiB: int(*v.RecordsMemoryMiB), File: v.RecordsFile, OTLP: v.RecordsOTLP, ClientBits: bits}
 }
 
 // Client configures the connection to the Kubernetes API.
@@ -180,7 +201,7 @@ func (d *Document) settings() *Settings {
 
 		Takeover: v.Takeover, MetricsConnections: v.MetricsConnections, MetricsMaxSeries: int(*v.MetricsMaxSeries),
 		CounterMemoryMiB: int(*v.CounterMemoryMiB), EverywhereToken: v.EverywhereToken,
-		Ledger: v.Ledger, LedgerMaxMiB: int(*v.LedgerMaxMiB),
+		Ledger: v.Ledger, LedgerMaxMiB: int(*v.LedgerMaxMiB), Records: v.records(),
 		Client: Client{
 			Kubeconfig: c.ClientConnection.Kubeconfig, ContentType: c.ClientConnection.ContentType,
 			AcceptContentTypes: c.ClientConnection.AcceptContentTypes,

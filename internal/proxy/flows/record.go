@@ -91,7 +91,9 @@ func (e End) Failed() bool {
 }
 
 // Failure says whether the connection failed. An unanswered one of UDP did not: many protocols answer nothing.
-func (r *Record) Failure() bool { return r.End.Failed() && !(r.End == Unanswered && r.Protocol == "UDP") }
+func (r *Record) Failure() bool {
+	return r.End.Failed() && !(r.End == Unanswered && r.Protocol == "UDP")
+}
 
 // Sum is what the connections of one minute with the same ends in common amount to.
 type Sum struct {
@@ -123,6 +125,8 @@ type Losses struct {
 	Refusals uint64 `json:"refusals"`
 	// Sampled are records that were left out of the list, but not of the sums.
 	Sampled uint64 `json:"sampled"`
+	// Unread are records that a reader which follows did not take in time; other readers have 0.
+	Unread uint64 `json:"unread,omitempty"`
 }
 
 // Answer is what a node says to the question for its records: the first line of its JSON lines. Records follow, one a
@@ -132,4 +136,6 @@ type Answer struct {
 	// Started is when the recorder started.
 	Started time.Time `json:"started"`
 	Losses  Losses    `json:"losses"`
+	// Left are lines that were asked for and did not fit the answer: the oldest.
+	Left uint64 `json:"left,omitempty"`
 }

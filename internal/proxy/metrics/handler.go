@@ -6,6 +6,8 @@ import (
 	"net/http"
 	"net/http/pprof"
 
+	"github.com/verdict-proxy/verdict/internal/proxy/flows"
+
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/prometheus/client_golang/prometheus/promhttp"
 )
@@ -16,6 +18,8 @@ type Pages struct {
 	Mode string
 	// Config gives what is shown at /configz, as JSON; nil shows nothing.
 	Config func() any
+	// Flows answers /flows; nil says that nothing is recorded.
+	Flows http.Handler
 	// Profiling adds /debug/pprof/.
 	Profiling bool
 }
@@ -29,6 +33,10 @@ func (m *Metrics) Handler(p Pages) http.Handler {
 	mux.HandleFunc("/healthz", func(w http.ResponseWriter, _ *http.Request) { writeText(w, "ok") })
 	mux.HandleFunc("/proxyMode", func(w http.ResponseWriter, _ *http.Request) { writeText(w, p.Mode) })
 	mux.HandleFunc("/configz", func(w http.ResponseWriter, _ *http.Request) { p.configz(w) })
+	mux.Handle("GET /flows", http.HandlerFunc(flows.Off))
+	if p.Flows != nil {
+		mux.Handle("GET /flows", p.Flows)
+	}
 	if p.Profiling {
 		mux.HandleFunc("/debug/pprof/", pprof.Index)
 		mux.HandleFunc("/debug/pprof/cmdline", pprof.Cmdline)

@@ -6,6 +6,7 @@ import (
 	"time"
 
 	"github.com/verdict-proxy/verdict/internal/proxy/everywhere"
+	"github.com/verdict-proxy/verdict/internal/proxy/flows"
 	ledgerfiles "github.com/verdict-proxy/verdict/internal/proxy/ledger"
 	"github.com/verdict-proxy/verdict/internal/proxy/outlier"
 	"github.com/verdict-proxy/verdict/internal/system/ipfamily"
@@ -86,6 +87,8 @@ type Options struct {
 	Everywhere func() everywhere.Stats
 	// Ledger tells of the ledger of changes.
 	Ledger func() ledgerfiles.Stats
+	// Flows tells of the records of connections.
+	Flows func() flows.Stats
 	// SlowStarting counts the endpoints that start slowly now.
 	SlowStarting func() int
 	// Counters reads what the kernel counts.

@@ -129,6 +129,10 @@ func registerCollectors(m maker, o *Options) {
 		m.MustRegister(together{[]scraped{ledgerRecordsMetric, ledgerMissingMetric, ledgerErrorsMetric, ledgerBytesMetric},
 			o.sendLedger})
 	}
+	if o.Flows != nil {
+		m.MustRegister(together{[]scraped{flowConnectionsMetric, flowFailuresMetric, flowBytesMetric, flowLossesMetric},
+			o.sendFlows})
+	}
 	if o.Everywhere != nil {
 		m.MustRegister(together{[]scraped{everywhereConnectedMetric, everywhereWaitingMetric, everywhereAnswersMetric},
 			o.sendEverywhere})

@@ -15,6 +15,7 @@ import (
 
 	"github.com/verdict-proxy/verdict/internal/proxy/backends"
 	"github.com/verdict-proxy/verdict/internal/proxy/conntrack"
+	"github.com/verdict-proxy/verdict/internal/proxy/flows"
 	"github.com/verdict-proxy/verdict/internal/proxy/ledger"
 	"github.com/verdict-proxy/verdict/internal/proxy/outlier"
 	"github.com/verdict-proxy/verdict/internal/system/ipfamily"
@@ -48,6 +49,8 @@ type Node struct {
 
 	// Ledger, if not nil, keeps a history of what is written.
 	Ledger *ledger.Writer
+	// Book, if not nil, keeps records of connections.
+	Book *flows.Book
 
 	// updates, if not nil, delivers replacements of Config and minInterval.
 	updates <-chan configUpdate

@@ -217,7 +217,8 @@ func runProxy(ctx context.Context, socket *os.File, w *configWatcher, life lifet
 	starting.Stop()
 	return p.run(ctx, cleaner, &Node{
 		Config: p.policy(), Backend: opened, Flows: flows, Log: log, RouteLocalnet: RouteLocalnet, Prober: &outlier.TCP{},
-		Ledger: newLedger(s, opened, log), serving: v, minInterval: s.MinSyncPeriod, updates: p.updates,
+		Ledger: newLedger(s, opened, log), Book: newBook(s, name, log), serving: v, minInterval: s.MinSyncPeriod,
+		updates: p.updates,
 		Sources: []Source{&nodeSource{objects, object, p.ipvs}, &watch.Host{Report: reporter(log)}},
 		stuck:   func(what string) { abort(log, what) },
 	})

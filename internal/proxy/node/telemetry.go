@@ -16,6 +16,7 @@ import (
 	"github.com/verdict-proxy/verdict/internal/proxy/config"
 	"github.com/verdict-proxy/verdict/internal/proxy/conntrack"
 	"github.com/verdict-proxy/verdict/internal/proxy/everywhere"
+	"github.com/verdict-proxy/verdict/internal/proxy/flows"
 	"github.com/verdict-proxy/verdict/internal/proxy/health"
 	"github.com/verdict-proxy/verdict/internal/proxy/ledger"
 	"github.com/verdict-proxy/verdict/internal/proxy/metrics"
@@ -99,6 +100,8 @@ type telemetry struct {
 	everywhere *everywhere.Agent
 	// ledger, if not nil, keeps a history.
 	ledger *ledger.Writer
+	// book, if not nil, keeps records of connections.
+	book *flows.Book
 }
 
 // newTelemetry creates health and metrics. Servers with hardFail listen at once, so that the node does not start
@@ -106,7 +109,7 @@ type telemetry struct {
 func newTelemetry(n *Node, queue *snapshot.Queue, loop *reconcile.Loop, found *outliers) (_ *telemetry, err error) {
 	v := n.serving
 	t := &telemetry{serving: v, name: n.Config.NodeName, log: n.Log, outliers: found, ledger: n.Ledger,
-		pending: &pendingLists{}}
+		book: n.Book, pending: &pendingLists{}}
 	t.health = health.New(health.Options{
 		Late: v.late, NeedsNode: v.needsNode, Waiting: queue.Waiting, Missing: t.pending.names,
 		Quarantined: func() int { return len(loop.Quarantined()) }, Unread: func() int { return len(n.unread()) },
@@ -159,6 +162,9 @@ func (t *telemetry) newMetrics(backend *backends.Opened, queue *snapshot.Queue, 
 	if t.ledger != nil {
 		o.Ledger = t.ledger.Stats
 	}
+	if t.book != nil {
+		o.Flows = t.book.Stats
+	}
 	if t.outliers != nil {
 		o.Outliers = t.outliers.Stats
 	}
@@ -190,12 +196,15 @@ func (t *telemetry) makeServers(mode string, loop *reconcile.Loop) []*health.Ser
 	checks.Handle("GET /slow-starts", health.OnlyHost(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
 		outlier.WriteReport(w, reportSlowStarts(loop.Starting()))
 	})))
+	pages := metrics.Pages{Mode: mode, Config: v.configz, Profiling: v.profiling}
+	if t.book != nil {
+		pages.Flows = health.OnlyHost(t.book)
+	}
 	return []*health.Server{
 		{Name: "health checks", Addr: v.healthz, HardFail: v.hardFail, Log: t.log, Handler: checks,
 			Failed: t.failed("FailedToStartProxierHealthcheck", "StartKubeproxy")},
 		{Name: "metrics", Addr: v.metrics, HardFail: v.hardFail, Log: t.log,
-			Handler: t.metrics.Handler(metrics.Pages{Mode: mode, Config: v.configz, Profiling: v.profiling}),
-			Failed:  t.failed("FailedToStartMetricServer", "StartKubeproxy")},
+			Handler: t.metrics.Handler(pages), Failed: t.failed("FailedToStartMetricServer", "StartKubeproxy")},
 	}
 }
 
@@ -218,6 +227,9 @@ func (t *telemetry) run(ctx context.Context, group *errgroup.Group) {
 	}
 	if t.ledger != nil {
 		runBeside(ctx, group, t.ledger.Run)
+	}
+	if t.book != nil {
+		runBeside(ctx, group, t.book.Run)
 	}
 }
 

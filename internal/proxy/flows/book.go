@@ -1,0 +1,186 @@
+package flows
+
+import (
+	"context"
+	"iter"
+	"log/slog"
+	"net/netip"
+	"sync"
+	"time"
+)
+
+// Defaults of Options.
+const (
+	DefaultMemory = 32 << 20
+	DefaultSeries = 5000
+)
+
+// rowBytes is about what a row of the sums takes in an hour: the rows of 60 minutes, packed.
+const rowBytes = 8 << 10
+
+// Options say what a Book keeps.
+type Options struct {
+	// Node is this node's name, for answers.
+	Node string
+	// Memory bounds the list of records, in bytes; 0 means DefaultMemory. The sums take as much again at most.
+	Memory int
+	// Series bounds the Totals; 0 means DefaultSeries.
+	Series int
+	// ClientBits is how many bits are kept of the addresses of clients outside the cluster, of IPv4 and of IPv6; 0 means
+	// all.
+	ClientBits [2]int
+	// File and OTLP are where records are written to besides; empty means nowhere. Run writes them.
+	File, OTLP string
+	Log        *slog.Logger
+	// Now is the clock; nil means time.Now.
+	Now func() time.Time
+}
+
+// Recorder gives a book its records.
+type Recorder interface {
+	// Losses gives what it has lost. Sampled and Unread are the book's.
+	Losses() Losses
+	// WatchOpen is called when the first reader wants open connections, and when no reader does any more. It must not
+	// block, nor call the book.
+	WatchOpen(wanted bool)
+}
+
+// Book keeps the last records, and sums. Its methods may be called concurrently. Make one with NewBook.
+type Book struct {
+	o       Options
+	started time.Time
+	// done is closed when Run ends.
+	done chan struct{}
+
+	mu       sync.Mutex
+	recorder Recorder
+	list     *list
+	sums     sums
+	readers  map[*reader]bool
+	// opens counts the readers that want open connections, and unread what those that left did not read in time.
+	opens           int
+	sampled, unread uint64
+}
+
+// NewBook returns an empty book. It starts nothing.
+func NewBook(o Options) *Book {
+	if o.Memory == 0 {
+		o.Memory = DefaultMemory
+	}
+	if o.Series == 0 {
+		o.Series = DefaultSeries
+	}
+	if o.Now == nil {
+		o.Now = time.Now
+	}
+	return &Book{o: o, started: o.Now(), done: make(chan struct{}), list: newList(o.Memory),
+		sums:    sums{most: max(o.Memory/rowBytes, 64), totals: spill{most: o.Series, rows: map[key]*row{}}},
+		readers: map[*reader]bool{}}
+}
+
+// Add adds a record. An open connection is only shown to readers who want that; Look counts it.
+func (b *Book) Add(r Record) {
+	r.Weight = max(r.Weight, 1)
+	uncut := r.Client.Addr
+	b.o.cut(&r.Client)
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	if r.End != Open {
+		now := b.o.Now()
+		b.sums.add(&r, now)
+		weight := b.list.weight(&r, uncut, now)
+		if weight == 0 {
+			b.sampled++
+			return
+		}
+		r.Weight *= weight
+		b.list.add(&r)
+	}
+	for reader := range b.readers {
+		reader.offer(&r)
+	}
+}
+
+// Look replaces what the sums of this minute say of open connections by those of a look.
+func (b *Book) Look(open iter.Seq[Record]) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	b.sums.look(func(yield func(Record) bool) {
+		for r := range open {
+			if b.o.cut(&r.Client); !yield(r) {
+				return
+			}
+		}
+	}, b.o.Now())
+}
+
+// cut leaves the prefix of the address of a client outside the cluster.
+func (o *Options) cut(p *Peer) {
+	bits := o.ClientBits[0]
+	if p.Addr.Addr().Is6() {
+		bits = o.ClientBits[1]
+	}
+	if bits == 0 || p.name() != "" || p.Node != "" || !p.Addr.IsValid() {
+		return
+	}
+	p.Prefix = netip.PrefixFrom(p.Addr.Addr(), bits).Masked()
+	p.Addr = netip.AddrPort{}
+}
+
+// SetRecorder names what adds records. Without one, nothing is lost before it reaches the book.
+func (b *Book) SetRecorder(r Recorder) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	b.recorder = r
+}
+
+// losses are those of the recorder and of the book.
+func (b *Book) losses() (l Losses) {
+	b.mu.Lock()
+	recorder := b.recorder
+	l.Sampled = b.sampled
+	b.mu.Unlock()
+	if recorder != nil {
+		of := recorder.Losses()
+		l.Events, l.Refusals = of.Events, of.Refusals
+	}
+	return l
+}
+
+// Total is the sum since the start for a Service and a pair of zones. Service is Others for the Services that there was
+// no room for.
+type Total struct {
+	Service, ClientZone, EndpointZone string
+	Connections, Failures             uint64
+	Sent, Received                    Traffic
+}
+
+// Stats are what metrics show.
+type Stats struct {
+	// Totals are in no order.
+	Totals []Total
+	// Losses count in Unread what all readers together did not take in time.
+	Losses Losses
+}
+
+// Stats returns the sums since the start, and the losses.
+func (b *Book) Stats() Stats {
+	s := Stats{Losses: b.losses()}
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	for _, r := range b.sums.totals.rows {
+		s.Totals = append(s.Totals,
+			Total{r.service, r.clientZone, r.endpointZone, r.connections, r.failures, r.sent, r.received})
+	}
+	s.Losses.Unread = b.unread
+	for r := range b.readers {
+		s.Losses.Unread += r.lost.Load()
+	}
+	return s
+}
+
+// Run ends the readers that follow when ctx is done.
+func (b *Book) Run(ctx context.Context) {
+	defer close(b.done)
+	<-ctx.Done()
+}
