@@ -97,19 +97,24 @@ func printInForce(cmd *cobra.Command) error {
 
 // address finds the proxy's health server.
 func (o *statusOptions) address() (netip.AddrPort, error) {
-	if o.healthz != "" {
-		addr, err := netip.ParseAddrPort(o.healthz)
+	return serverAddress("healthz", o.healthz, o.config, func(s *config.Settings) netip.AddrPort { return s.Healthz })
+}
+
+// serverAddress finds a server of the proxy: where its flag says, or else the configuration file.
+func serverAddress(name, flag, file string, of func(*config.Settings) netip.AddrPort) (netip.AddrPort, error) {
+	if flag != "" {
+		addr, err := netip.ParseAddrPort(flag)
 		if err != nil {
-			return addr, fmt.Errorf("--healthz-bind-address: %q is not an address and port such as 127.0.0.1:10256", o.healthz)
+			return addr, fmt.Errorf("--%s-bind-address: %q is not an address and port such as 127.0.0.1:10256", name, flag)
 		}
 		return addr, nil
 	}
-	settings, _, err := config.Load(o.config, nil, nil)
+	settings, _, err := config.Load(file, nil, nil)
 	if err != nil {
 		return netip.AddrPort{}, err
 	}
-	if !settings.Healthz.IsValid() {
-		return netip.AddrPort{}, fmt.Errorf("%s: the proxy has no health server (healthzBindAddress)", o.config)
+	if !of(settings).IsValid() {
+		return netip.AddrPort{}, fmt.Errorf("%s: the proxy does not serve %s (%sBindAddress)", file, name, name)
 	}
-	return settings.Healthz, nil
+	return of(settings), nil
 }

@@ -31,18 +31,19 @@ type Options struct {
 	ClientBits [2]int
 	// File and OTLP are where records are written to besides; empty means nowhere. Run writes them.
 	File, OTLP string
-	Log        *slog.Logger
+	// Log is told of failures; nil means nobody.
+	Log *slog.Logger
 	// Now is the clock; nil means time.Now.
 	Now func() time.Time
 }
 
-// Recorder gives a book its records.
-type Recorder interface {
+// source gives a book its records.
+type source interface {
 	// Losses gives what it has lost. Sampled and Unread are the book's.
 	Losses() Losses
-	// WatchOpen is called when the first reader wants open connections, and when no reader does any more. It must not
-	// block, nor call the book.
-	WatchOpen(wanted bool)
+	// SetOpen is called when the first reader wants open connections, and when no reader does any more. It must not call
+	// the book.
+	SetOpen(wanted bool) error
 }
 
 // Book keeps the last records, and sums. Its methods may be called concurrently. Make one with NewBook.
@@ -53,12 +54,13 @@ type Book struct {
 	done chan struct{}
 
 	mu       sync.Mutex
-	recorder Recorder
+	recorder source
 	list     *list
 	sums     sums
 	readers  map[*reader]bool
 	// opens counts the readers that want open connections, and unread what those that left did not read in time.
 	opens           int
+	exports         []*export
 	sampled, unread uint64
 }
 
@@ -70,12 +72,22 @@ func NewBook(o Options) *Book {
 	if o.Series == 0 {
 		o.Series = DefaultSeries
 	}
+	if o.Log == nil {
+		o.Log = slog.New(slog.DiscardHandler)
+	}
 	if o.Now == nil {
 		o.Now = time.Now
 	}
-	return &Book{o: o, started: o.Now(), done: make(chan struct{}), list: newList(o.Memory),
+	b := &Book{o: o, started: o.Now(), done: make(chan struct{}), list: newList(o.Memory),
 		sums:    sums{most: max(o.Memory/rowBytes, 64), totals: spill{most: o.Series, rows: map[key]*row{}}},
 		readers: map[*reader]bool{}}
+	if o.File != "" {
+		b.exports = append(b.exports, newExport("file", o.Log, newFile(o.File, fileMiB)))
+	}
+	if o.OTLP != "" {
+		b.exports = append(b.exports, newExport("otlp", o.Log, newCollector(o.OTLP, o.Node)))
+	}
+	return b
 }
 
 // Add adds a record. An open connection is only shown to readers who want that; Look counts it.
@@ -95,6 +107,9 @@ func (b *Book) Add(r Record) {
 		}
 		r.Weight *= weight
 		b.list.add(&r)
+		for _, e := range b.exports {
+			e.offer(&r)
+		}
 	}
 	for reader := range b.readers {
 		reader.offer(&r)
@@ -128,7 +143,7 @@ func (o *Options) cut(p *Peer) {
 }
 
 // SetRecorder names what adds records. Without one, nothing is lost before it reaches the book.
-func (b *Book) SetRecorder(r Recorder) {
+func (b *Book) SetRecorder(r source) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	b.recorder = r
@@ -161,6 +176,8 @@ type Stats struct {
 	Totals []Total
 	// Losses count in Unread what all readers together did not take in time.
 	Losses Losses
+	// Exports are the file and the collector, if there are any.
+	Exports []ExportStats
 }
 
 // Stats returns the sums since the start, and the losses.
@@ -176,11 +193,19 @@ func (b *Book) Stats() Stats {
 	for r := range b.readers {
 		s.Losses.Unread += r.lost.Load()
 	}
+	for _, e := range b.exports {
+		s.Exports = append(s.Exports, ExportStats{To: e.to, Written: e.written.Load(), Lost: e.lost.Load()})
+	}
 	return s
 }
 
-// Run ends the readers that follow when ctx is done.
+// Run writes records to the file and to the collector until ctx is done, and then ends the readers that follow.
 func (b *Book) Run(ctx context.Context) {
 	defer close(b.done)
+	var all sync.WaitGroup
+	for _, e := range b.exports {
+		all.Go(func() { e.run(ctx) })
+	}
 	<-ctx.Done()
+	all.Wait()
 }

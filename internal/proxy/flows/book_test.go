@@ -104,7 +104,14 @@ func TestAnswers(t *testing.T) {
 		Received: Traffic{12, 12000}}) {
 		t.Errorf("the sums are %+v", list)
 	}
-	for query, want := range map[string]string{
+	if _, list := ask[Sum](t, b, "sums=1&zones=1"); len(list) != 2 || list[0].Client+list[1].Client != "" ||
+		list[0].Connections+list[1].Connections != 3 {
+		t.Errorf("the sums by zones are %+v", list)
+	}
+	if a, list := ask[Record](t, b, "limit=2"); len(list) != 2 || list[1].Protocol != "UDP" || a.Left != 1 {
+		t.Errorf("the last two records are %+v of %+v", list, a)
+	}
+	for query, want := range map[string]string{"limit=0": `limit: "0" is not a number from 1 to 50000`,
 		"since=x": `since: "x" is not a duration such as 10m`, "follow=yes": `follow: "yes" is neither 0 nor 1`,
 		"to=shop": `"to" is not one of service,`, "sums=1&follow=1": "exclude each other",
 	} {
@@ -116,20 +123,24 @@ func TestAnswers(t *testing.T) {
 	}
 }
 
-// recorder has lost something.
-type recorder struct {
+// lossy is a source that has lost something.
+type lossy struct {
 	losses Losses
 	open   atomic.Bool
 }
 
-func (r *recorder) Losses() Losses        { return r.losses }
-func (r *recorder) WatchOpen(wanted bool) { r.open.Store(wanted) }
+func (r *lossy) Losses() Losses { return r.losses }
+
+func (r *lossy) SetOpen(wanted bool) error {
+	r.open.Store(wanted)
+	return nil
+}
 
 // TestFollow: a reader gets what there is and then each record. One that is too slow loses records, is told how many,
 // and delays nobody. The recorder is told who wants open connections. When the book ends, so do its readers.
 func TestFollow(t *testing.T) {
 	b := NewBook(Options{Now: newClock().now})
-	from := &recorder{losses: Losses{Events: 7}}
+	from := &lossy{losses: Losses{Events: 7}}
 	b.SetRecorder(from)
 	ctx, end := context.WithCancel(t.Context())
 	go b.Run(ctx)

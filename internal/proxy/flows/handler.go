@@ -7,6 +7,7 @@ import (
 	"net/http"
 	"net/netip"
 	"net/url"
+	"strconv"
 	"strings"
 	"time"
 
@@ -25,14 +26,18 @@ const (
 
 // query is what a reader asks for.
 type query struct {
-	service, from              string
-	since                      time.Time
-	failed, follow, sums, open bool
+	service, from                     string
+	since                             time.Time
+	failed, follow, sums, zones, open bool
+	// limit is how many lines are sent at most, the newest.
+	limit int
 }
 
 // parseQuery reads the parameters of a request. Those that are not known are an error, as is a wrong value.
 func parseQuery(values url.Values, now time.Time) (q query, err error) {
-	flags := map[string]*bool{"failed": &q.failed, "follow": &q.follow, "sums": &q.sums, "open": &q.open}
+	q.limit = MaxLines
+	flags := map[string]*bool{"failed": &q.failed, "follow": &q.follow, "sums": &q.sums, "zones": &q.zones,
+		"open": &q.open}
 	for name, list := range values {
 		value := list[0]
 		switch flag := flags[name]; {
@@ -46,8 +51,13 @@ func parseQuery(values url.Values, now time.Time) (q query, err error) {
 				return q, fmt.Errorf("since: %.50q is not a duration such as 10m", value)
 			}
 			q.since = now.Add(-d)
+		case name == "limit":
+			if q.limit, err = strconv.Atoi(value); err != nil || q.limit < 1 || q.limit > MaxLines {
+				return q, fmt.Errorf("limit: %.50q is not a number from 1 to %d", value, MaxLines)
+			}
 		case flag == nil:
-			return q, fmt.Errorf("%.50q is not one of service, from, since, failed, follow, sums, open", name)
+			return q, fmt.Errorf("%.50q is not one of service, from, since, limit, failed, follow, open, sums, zones",
+				name)
 		case value != "0" && value != "1":
 			return q, fmt.Errorf("%s: %.50q is neither 0 nor 1", name, value)
 		default:
@@ -89,9 +99,9 @@ func Off(w http.ResponseWriter, _ *http.Request) {
 	http.Error(w, "the setting records is off on this node (docs/FLOWS.md)", http.StatusNotFound)
 }
 
-// ServeHTTP answers GET /flows?service=NAMESPACE/NAME&from=NAMESPACE/POD&since=10m&failed=1&follow=1&open=1, and
-// /flows?sums=1, with JSON lines: an Answer, then Records, or Sums. Only processes of this host may ask
-// (health.OnlyHost).
+// ServeHTTP answers GET /flows?service=NAMESPACE/NAME&from=NAMESPACE/POD&since=10m&limit=1000&failed=1&follow=1&open=1
+// with JSON lines: an Answer, then Records; with sums=1 Sums; with sums=1&zones=1 Sums by Service and pair of zones
+// alone, of all minutes that were asked for. Only processes of this host may ask (health.OnlyHost).
 func (b *Book) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	q, err := parseQuery(r.URL.Query(), b.o.Now())
 	if err != nil {
@@ -109,12 +119,16 @@ func (b *Book) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		b.mu.Lock()
 		minutes := b.sums.snapshot(b.o.Now())
 		b.mu.Unlock()
-		sendAll(l, b.losses(), sumsOf(minutes, &q))
+		all := sumsOf(minutes, &q)
+		if q.zones {
+			all = zonesOf(all, b.o.Series)
+		}
+		sendAll(l, b.losses(), q.limit, all)
 	default:
 		b.mu.Lock()
 		blocks := b.list.snapshot()
 		b.mu.Unlock()
-		sendAll(l, b.losses(), recordsOf(blocks, &q))
+		sendAll(l, b.losses(), q.limit, recordsOf(blocks, &q))
 	}
 }
 
@@ -147,6 +161,26 @@ func sumsOf(minutes []sealedMinute, q *query) iter.Seq[*Sum] {
 	}
 }
 
+// zonesOf adds up sums by Service and pair of zones. Their minute is the first.
+func zonesOf(all iter.Seq[*Sum], series int) iter.Seq[*Sum] {
+	var first time.Time
+	by := spill{most: series, rows: map[key]*row{}}
+	for s := range all {
+		if first.IsZero() {
+			first = s.Minute
+		}
+		by.row(key{service: s.Service, clientZone: s.ClientZone, endpointZone: s.EndpointZone}).add(&counts{
+			connections: s.Connections, failures: s.Failures, sent: s.Sent, received: s.Received})
+	}
+	return func(yield func(*Sum) bool) {
+		for _, r := range by.rows {
+			if s := r.sum(first); !yield(&s) {
+				return
+			}
+		}
+	}
+}
+
 // lines is an answer that is written.
 type lines struct {
 	to      http.ResponseWriter
@@ -168,17 +202,17 @@ func (l *lines) send(line any) error {
 }
 
 // sendAll sends the Answer and the last lines that fit.
-func sendAll[T any](l *lines, losses Losses, all iter.Seq[*T]) {
+func sendAll[T any](l *lines, losses Losses, limit int, all iter.Seq[*T]) {
 	n := 0
 	for range all {
 		n++
 	}
-	l.answer.Left = uint64(max(0, n-MaxLines))
+	l.answer.Left = uint64(max(0, n-limit))
 	if l.sendAnswer(losses) != nil {
 		return
 	}
 	for line := range all {
-		if n--; n < MaxLines && l.send(line) != nil {
+		if n--; n < limit && l.send(line) != nil {
 			return
 		}
 	}
@@ -194,7 +228,7 @@ func (b *Book) follow(req *http.Request, l *lines, q query) {
 	defer b.leave(reader)
 	defer health.Hold(req)()
 	said := b.losses()
-	sendAll(l, said, recordsOf(before, &q))
+	sendAll(l, said, q.limit, recordsOf(before, &q))
 	l.answer.Left = 0
 	tick := time.NewTicker(beat)
 	defer tick.Stop()

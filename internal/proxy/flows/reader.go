@@ -17,6 +17,8 @@ type reader struct {
 	query   query
 }
 
+func newReader(most int, q query) *reader { return &reader{records: make(chan Record, most), query: q} }
+
 // offer gives a record to a reader, if it wants it and has room.
 func (r *reader) offer(record *Record) {
 	if !r.query.wants(record) {
@@ -37,7 +39,7 @@ func (b *Book) join(q query) (r *reader, before []block) {
 	if len(b.readers) >= maxReaders {
 		return nil, nil
 	}
-	r = &reader{records: make(chan Record, maxUnread), query: q}
+	r = newReader(maxUnread, q)
 	b.readers[r] = true
 	if q.open {
 		b.opened(+1)
@@ -60,6 +62,8 @@ func (b *Book) opened(more int) {
 	was := b.opens > 0
 	b.opens += more
 	if is := b.opens > 0; is != was && b.recorder != nil {
-		b.recorder.WatchOpen(is)
+		if err := b.recorder.SetOpen(is); err != nil {
+			b.o.Log.Warn("failed to switch records of connections that begin", "on", is, "err", err)
+		}
 	}
 }

@@ -17,7 +17,9 @@ var (
 		append([]string{"direction"}, flowLabels...)...)
 	flowLossesMetric = scrapedCounter("verdict_flow_losses_total",
 		"What records miss, by kind: events and refusals that the kernel had no room for, sampled (left out of the list, "+
-			"but not of the sums), unread (by readers that follow).", "kind")
+			"but not of the sums), unread (by readers that follow), file and otlp (not exported).", "kind")
+	flowExportedMetric = scrapedCounter("verdict_flow_exported_records_total",
+		"Records written to the file or sent to the collector.", "to")
 )
 
 var flowLabels = []string{"service_namespace", "service_name", "client_zone", "endpoint_zone"}
@@ -42,5 +44,9 @@ func (o *Options) sendFlows(ch chan<- prometheus.Metric) {
 	for kind, n := range map[string]uint64{"events": s.Losses.Events, "refusals": s.Losses.Refusals,
 		"sampled": s.Losses.Sampled, "unread": s.Losses.Unread} {
 		flowLossesMetric.put(ch, float64(n), kind)
+	}
+	for _, e := range s.Exports {
+		flowLossesMetric.put(ch, float64(e.Lost), e.To)
+		flowExportedMetric.put(ch, float64(e.Written), e.To)
 	}
 }

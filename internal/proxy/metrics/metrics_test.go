@@ -17,6 +17,7 @@ import (
 	"time"
 
 	"github.com/verdict-proxy/verdict/internal/proxy/everywhere"
+	"github.com/verdict-proxy/verdict/internal/proxy/flows"
 	ledgerfiles "github.com/verdict-proxy/verdict/internal/proxy/ledger"
 	"github.com/verdict-proxy/verdict/internal/proxy/outlier"
 	"github.com/verdict-proxy/verdict/internal/system/ipfamily"
@@ -111,6 +112,13 @@ func newWorld(o Options) *world {
 	o.Ledger = func() ledgerfiles.Stats { return ledgerfiles.Stats{Records: 12, Missing: 3, Errors: 1, Bytes: 4096} }
 	o.Everywhere = func() everywhere.Stats {
 		return everywhere.Stats{Connected: true, Waiting: 2, Answers: map[string]uint64{"everywhere": 3}}
+	}
+	o.Flows = func() flows.Stats {
+		return flows.Stats{Totals: []flows.Total{{Service: "ns/a", ClientZone: "z1", EndpointZone: "z2", Connections: 3,
+			Failures: 1, Sent: flows.Traffic{Bytes: 500}, Received: flows.Traffic{Bytes: 6000}},
+			{Service: flows.Others, ClientZone: flows.Others, EndpointZone: flows.Others, Connections: 9}},
+			Losses:  flows.Losses{Events: 1, Refusals: 2, Sampled: 3, Unread: 4},
+			Exports: []flows.ExportStats{{To: "otlp", Written: 10, Lost: 5}}}
 	}
 	o.Outliers = func() outlier.Stats {
 		return outlier.Stats{Ejected: [2]int{snapshot.Refused: 2}, Ejections: [2]uint64{snapshot.Refused: 3},

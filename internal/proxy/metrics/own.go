@@ -130,8 +130,8 @@ func registerCollectors(m maker, o *Options) {
 			o.sendLedger})
 	}
 	if o.Flows != nil {
-		m.MustRegister(together{[]scraped{flowConnectionsMetric, flowFailuresMetric, flowBytesMetric, flowLossesMetric},
-			o.sendFlows})
+		m.MustRegister(together{[]scraped{flowConnectionsMetric, flowFailuresMetric, flowBytesMetric, flowLossesMetric,
+			flowExportedMetric}, o.sendFlows})
 	}
 	if o.Everywhere != nil {
 		m.MustRegister(together{[]scraped{everywhereConnectedMetric, everywhereWaitingMetric, everywhereAnswersMetric},

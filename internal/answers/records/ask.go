@@ -1,0 +1,148 @@
+// Package records reads what a node recorded of connections, and shows it.
+package records
+
+import (
+	"bufio"
+	"context"
+	"encoding/json"
+	"fmt"
+	"io"
+	"net/http"
+	"net/netip"
+	"net/url"
+	"strconv"
+	"strings"
+	"time"
+
+	"github.com/verdict-proxy/verdict/internal/proxy/flows"
+)
+
+// maxLine bounds a line of an answer.
+const maxLine = 64 << 10
+
+// Question says what is asked of a node. The zero value asks for all that it holds, up to flows.MaxLines.
+type Question struct {
+	// Service is "namespace/name", and From the pod, workload or address of clients; empty means all.
+	Service, From string
+	// Since is how far back; 0 means all.
+	Since time.Duration
+	// Failed asks only for failures, Open also for connections that begin, with Follow, which waits for more.
+	Failed, Follow, Open bool
+	// Zones asks for sums by Service and pair of zones, and not for records.
+	Zones bool
+	// Limit is how many lines are wanted at most, the newest.
+	Limit int
+}
+
+// parameters are what both readers of a question know, by the names of flags, with empty values where nothing is asked.
+func (q *Question) parameters() [][2]string {
+	number, word := func(n int64, text string) string {
+		if n == 0 {
+			return ""
+		}
+		return text
+	}, func(on bool) string {
+		if on {
+			return "1"
+		}
+		return ""
+	}
+	return [][2]string{{"from", q.From}, {"since", number(int64(q.Since), q.Since.String())},
+		{"limit", number(int64(q.Limit), strconv.Itoa(q.Limit))}, {"failed", word(q.Failed)}, {"follow", word(q.Follow)},
+		{"open", word(q.Open)}, {"zones", word(q.Zones)}}
+}
+
+// query is the question as a node's /flows reads it.
+func (q *Question) query() url.Values {
+	v := url.Values{}
+	for _, p := range append(q.parameters(), [2]string{"service", q.Service}) {
+		if p[1] != "" {
+			v.Set(p[0], p[1])
+		}
+	}
+	if q.Zones {
+		v.Set("sums", "1")
+	}
+	return v
+}
+
+// Args are the question as "verdict flows" reads it.
+func (q *Question) Args() (args []string) {
+	for _, p := range q.parameters() {
+		if p[1] != "" {
+			args = append(args, "--"+p[0]+"="+p[1])
+		}
+	}
+	if q.Service != "" {
+		args = append(args, "--", q.Service)
+	}
+	return args
+}
+
+// Ask asks the proxy whose metrics server is at an address, and hands on each line of its answer: with Follow until ctx
+// ends, which then is no error.
+func Ask(ctx context.Context, addr netip.AddrPort, q *Question, each func(line []byte) error) error {
+	if ip := addr.Addr(); ip.IsUnspecified() {
+		loopback := netip.MustParseAddr("127.0.0.1")
+		if ip.Is6() {
+			loopback = netip.IPv6Loopback()
+		}
+		addr = netip.AddrPortFrom(loopback, addr.Port())
+	}
+	page := "http://" + addr.String() + "/flows"
+	req, err := http.NewRequestWithContext(ctx, http.MethodGet, page+"?"+q.query().Encode(), nil)
+	if err != nil {
+		return err
+	}
+	resp, err := (&http.Transport{DisableKeepAlives: true}).RoundTrip(req) // without a proxy that the environment names
+	if err != nil && q.Follow && ctx.Err() != nil {
+		return nil
+	}
+	if err != nil {
+		return fmt.Errorf("%s: %w", page, err)
+	}
+	defer resp.Body.Close()
+	if resp.StatusCode != http.StatusOK {
+		text, _ := io.ReadAll(io.LimitReader(resp.Body, 300))
+		return fmt.Errorf("%s", strings.TrimSpace(string(text)))
+	}
+	lines := bufio.NewScanner(resp.Body)
+	for lines.Buffer(nil, maxLine); lines.Scan(); {
+		if err := each(lines.Bytes()); err != nil {
+			return err
+		}
+	}
+	if ctx.Err() != nil && q.Follow {
+		return nil
+	}
+	return lines.Err()
+}
+
+// Line is a line of an answer. One of its fields is set.
+type Line struct {
+	Answer *flows.Answer
+	Record *flows.Record
+	Sum    *flows.Sum
+}
+
+// Parse reads a line.
+func Parse(text []byte) (l Line, err error) {
+	var kind struct {
+		Started, Minute time.Time
+		End             flows.End
+	}
+	if err := json.Unmarshal(text, &kind); err != nil {
+		return l, err
+	}
+	switch {
+	case kind.End != "":
+		err = json.Unmarshal(text, &l.Record)
+	case !kind.Minute.IsZero():
+		err = json.Unmarshal(text, &l.Sum)
+	case !kind.Started.IsZero():
+		err = json.Unmarshal(text, &l.Answer)
+	default:
+		err = fmt.Errorf("the line is neither an answer nor a record: %.100q", text)
+	}
+	return l, err
+}
