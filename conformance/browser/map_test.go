@@ -5,6 +5,7 @@ package browser
 import (
 	"context"
 	"fmt"
+	"os"
 	"strings"
 	"testing"
 
@@ -81,7 +82,7 @@ func TestMap(t *testing.T) {
 		}
 		do(t, ctx, chromedp.Evaluate(fmt.Sprintf(`document.querySelector('%s').dispatchEvent(
 			new MouseEvent("click", { bubbles: true }))`, failing), nil))
-		until(t, ctx, `document.querySelectorAll("#failures tbody tr").length === 12`)
+		until(t, ctx, `document.querySelectorAll("#failures tbody tr").length === 4`)
 		got := text(t, ctx, "#map-detail")
 		for _, want := range []string{"6 failed (12 %)", "refused by endpoint",
 			clustertest.BusyClient(990) + "-0 (10.244.1.7:40113)"} {
@@ -97,6 +98,22 @@ func TestMap(t *testing.T) {
 		if len(*said) > 0 {
 			t.Errorf("the console says %q", *said)
 		}
+	}
+}
+
+// TestMapLooks takes the picture of a thousand workloads with flag -update.
+func TestMapLooks(t *testing.T) {
+	if !*update {
+		t.Skip("pictures are taken with -update")
+	}
+	nodes := world()
+	nodes.Flows = clustertest.Busy("node-1", "node-2", "node-3").Print
+	ctx, _ := page(t, nodes, 1280, 900)
+	until(t, ctx, `document.querySelectorAll("#map .who").length > 0`)
+	var picture []byte
+	do(t, ctx, chromedp.Screenshot("section[aria-labelledby=h-map]", &picture))
+	if err := os.WriteFile("../../docs/images/service-map.png", picture, 0o644); err != nil {
+		t.Fatal(err)
 	}
 }
 
@@ -139,7 +156,7 @@ func TestMapZones(t *testing.T) {
 		chromedp.Evaluate(`document.querySelector("#map-by").dispatchEvent(new Event("change"))`, nil))
 	until(t, ctx, `[...document.querySelectorAll('#map .who[aria-label^="client"]')].map((g) =>
 		g.getAttribute("aria-label")[7]).sort().join("") === "abcu"`)
-	nodes.Flows = func(string, []string) string { return `{"off": "records are off", "arrows": []}` }
+	nodes.Flows = func(string, []string) string { return `{"off": true, "arrows": []}` }
 	ctx, said := page(t, nodes, 1280, 900)
 	until(t, ctx, `document.querySelector("#map-note").innerText.includes("switches them on")`)
 	if len(*said) > 0 {

@@ -1,13 +1,12 @@
 package cluster
 
 import (
-	"bufio"
-	"bytes"
 	"context"
 	"encoding/json"
 	"slices"
 	"time"
 
+	"github.com/verdict-proxy/verdict/internal/answers/records"
 	"github.com/verdict-proxy/verdict/internal/answers/servicemap"
 	"github.com/verdict-proxy/verdict/internal/proxy/flows"
 )
@@ -23,6 +22,8 @@ type ServiceMap struct {
 	Lossy  int          `json:"lossy"`
 	// Started is when the last of the nodes began to record.
 	Started time.Time `json:"started,omitzero"`
+	// Left are the oldest sums that did not fit the nodes' answers.
+	Left uint64 `json:"left,omitempty"`
 	// Failed are the nodes without an answer.
 	Failed []NodeAnswer `json:"failed,omitempty"`
 }
@@ -46,7 +47,7 @@ func (c *Cluster) ServiceMap(ctx context.Context, since time.Duration, most int)
 			out.Failed = append(out.Failed, NodeAnswer{Node: r.Node, Error: err.Error()})
 			continue
 		}
-		if part.Off == "" {
+		if !part.Off {
 			out.Recording++
 		}
 		out.add(&part.Answer)
@@ -65,35 +66,20 @@ func (m *ServiceMap) add(a *flows.Answer) {
 	m.Losses.Events += a.Losses.Events
 	m.Losses.Refusals += a.Losses.Refusals
 	m.Losses.Sampled += a.Losses.Sampled
+	m.Left += a.Left
 	if a.Started.After(m.Started) {
 		m.Started = a.Started
 	}
 }
 
-// Failures asks every node for the failed connections to a Service, and returns the newest that match, at most so many,
-// the newest first.
-func (c *Cluster) Failures(ctx context.Context, service string, since time.Duration, most int,
-	match func(*flows.Record) bool) (records []flows.Record, failed []NodeAnswer, err error) {
-	targets, _, err := c.Targets(ctx)
+// Records asks every node, and returns the newest records that match, at most so many, the newest first.
+func (c *Cluster) Records(ctx context.Context, q *records.Question, most int, match func(*flows.Record) bool) (
+	found []NodeRecord, failed []NodeAnswer, err error) {
+	all, err := c.gather(ctx, q)
 	if err != nil {
 		return nil, nil, err
 	}
-	for _, r := range c.Each(ctx, targets, func(t Target) []string {
-		return slices.Concat([]string{"flows", "--failed", "-o", "json", "--since=" + since.String()}, t.Flags,
-			[]string{"--", service})
-	}) {
-		err := r.failure(0)
-		for lines := bufio.NewScanner(bytes.NewReader(r.Stdout)); err == nil && lines.Scan(); {
-			var one flows.Record // the first line is a flows.Answer, which has no end
-			if err = json.Unmarshal(lines.Bytes(), &one); err == nil && one.End != "" && match(&one) {
-				records = append(records, one)
-			}
-		}
-		if err != nil {
-			failed = append(failed, NodeAnswer{Node: r.Node, Error: err.Error()})
-		}
-		slices.SortStableFunc(records, func(a, b flows.Record) int { return b.Time.Compare(a.Time) })
-		records = records[:min(len(records), most)]
-	}
-	return records, failed, nil
+	found = slices.DeleteFunc(all.records, func(r NodeRecord) bool { return !match(&r.Record) })
+	slices.SortStableFunc(found, func(a, b NodeRecord) int { return b.Time.Compare(a.Time) })
+	return found[:min(len(found), most)], all.failed, nil
 }

@@ -7,17 +7,20 @@ import (
 	"fmt"
 	"net/http"
 	"slices"
+	"strings"
 	"time"
 
 	"github.com/verdict-proxy/verdict/internal/answers/cluster"
+	"github.com/verdict-proxy/verdict/internal/answers/records"
 	"github.com/verdict-proxy/verdict/internal/answers/servicemap"
 	"github.com/verdict-proxy/verdict/internal/proxy/flows"
 )
 
 const (
-	// maxArrows bounds the arrows of a map, of which there may be twice as many with those that are folded, and
-	// maxFailures the failed connections that are told.
-	maxArrows, maxFailures = 5000, 50
+	// maxArrows bounds the arrows of a map, of which there may be twice as many with those that are folded.
+	maxArrows = 5000
+	// maxFailures bounds the failed connections that are told, and maxAsked those that a node looks through for them.
+	maxFailures, maxAsked = 50, 1000
 	// mapFresh is how long a map is believed: its grain is a minute.
 	mapFresh = 10 * time.Second
 )
@@ -35,8 +38,8 @@ type Map struct {
 
 // Failures are the last connections that failed, the newest first.
 type Failures struct {
-	Records []flows.Record `json:"records"`
-	Error   string         `json:"error,omitempty"`
+	Records []cluster.NodeRecord `json:"records"`
+	Error   string               `json:"error,omitempty"`
 }
 
 // drawn is a map that was made.
@@ -96,9 +99,13 @@ func (s *Server) serveFailures(w http.ResponseWriter, r *http.Request) {
 		return
 	}
 	client, zone := q.Get("client"), q.Get("zone")
-	out := Failures{Records: []flows.Record{}}
-	found, failed, err := s.nodes.Failures(r.Context(), service.String(), span, maxFailures, func(f *flows.Record) bool {
-		return (client == "" || servicemap.Covers(client, servicemap.ClientOf(&f.Client))) &&
+	out := Failures{Records: []cluster.NodeRecord{}}
+	asked := records.Question{Service: service.String(), Since: span, Failed: true, Limit: maxAsked}
+	if client != "" && !strings.HasSuffix(client, "/") {
+		asked.From, asked.Limit = client, maxFailures
+	}
+	found, failed, err := s.nodes.Records(r.Context(), &asked, maxFailures, func(f *flows.Record) bool {
+		return (client == "" || servicemap.Covers(client, f.Client.Name())) &&
 			(!q.Has("zone") || zone == f.Client.Zone)
 	})
 	out.Records = append(out.Records, found...)

@@ -59,7 +59,7 @@ func TestMap(t *testing.T) {
 // TestMapOff: nodes that keep no records say so.
 func TestMapOff(t *testing.T) {
 	f := world()
-	f.Flows = func(string, []string) string { return `{"off": "records are off", "arrows": []}` }
+	f.Flows = func(string, []string) string { return `{"off": true, "arrows": []}` }
 	var m Map
 	get(t, New(f.Cluster(), "default", time.Second), "/map?since=1h", &m)
 	if m.Nodes != 2 || m.Recording != 0 || len(m.Arrows) != 0 {
@@ -88,7 +88,7 @@ func TestMapShared(t *testing.T) {
 // asked for.
 func TestFailures(t *testing.T) {
 	f := world()
-	r := &clustertest.Recorded{}
+	r := &clustertest.Recorded{Nodes: []string{"node-1"}}
 	for i := range maxFailures {
 		r.Fail(time.Duration(i+1)*time.Second, "shop/web", "shop/cart", flows.Refused, "")
 	}

@@ -3,11 +3,15 @@ package servicemap
 
 import (
 	"cmp"
+	"context"
+	"errors"
 	"maps"
 	"net/netip"
 	"slices"
 	"strings"
+	"time"
 
+	"github.com/verdict-proxy/verdict/internal/answers/records"
 	"github.com/verdict-proxy/verdict/internal/proxy/flows"
 )
 
@@ -139,22 +143,25 @@ func Namespace(name string) string {
 // Answer is what one node has for the map.
 type Answer struct {
 	flows.Answer
-	// Off is what the node says that keeps no records; empty if it does.
-	Off    string  `json:"off,omitempty"`
+	// Off says that the node keeps no records.
+	Off    bool    `json:"off,omitempty"`
 	Arrows []Arrow `json:"arrows"`
 }
 
-// ClientOf names a client as flows.Sum does.
-func ClientOf(p *flows.Peer) string {
-	switch {
-	case p.Workload != "":
-		return p.Workload
-	case p.Pod != "":
-		return p.Pod
-	case p.Prefix.IsValid():
-		return p.Prefix.String()
+// patience is how long a node may take to answer.
+const patience = 10 * time.Second
+
+// Read asks the proxy on this host, whose metrics server is at an address, for what this node has for the map.
+func Read(ctx context.Context, addr netip.AddrPort, since time.Duration) (*Answer, error) {
+	ctx, cancel := context.WithTimeout(ctx, patience)
+	defer cancel()
+	m := New(Most)
+	head, err := records.Read(ctx, addr, &records.Question{Sums: true, Since: since}, m.AddSum)
+	off := errors.Is(err, records.ErrOff)
+	if err != nil && !off {
+		return nil, err
 	}
-	return p.Addr.Addr().String()
+	return &Answer{Answer: head, Off: off, Arrows: m.Arrows()}, nil
 }
 
 // Covers reports whether an arrow's client stands for a client.

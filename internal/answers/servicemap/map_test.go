@@ -2,7 +2,11 @@ package servicemap
 
 import (
 	"fmt"
+	"net"
+	"net/http"
+	"net/http/httptest"
 	"testing"
+	"time"
 
 	"github.com/verdict-proxy/verdict/internal/proxy/flows"
 )
@@ -74,5 +78,38 @@ func TestNamespace(t *testing.T) {
 		if got := Namespace(name); got != want {
 			t.Errorf("the namespace of %q is %q", name, got)
 		}
+	}
+}
+
+// TestRead: a node's part of the map is what its book recorded in the time that was asked for, by client and Service.
+// A node without records says so.
+func TestRead(t *testing.T) {
+	now := time.Now()
+	book := flows.NewBook(flows.Options{Node: "node-1", Now: func() time.Time { return now }})
+	mux := http.NewServeMux()
+	mux.Handle("GET /flows", book)
+	server := httptest.NewServer(mux)
+	defer server.Close()
+	addr := server.Listener.Addr().(*net.TCPAddr).AddrPort()
+	for _, end := range []flows.End{flows.Closed, flows.Refused} {
+		book.Add(flows.Record{Time: now, Service: "shop/cart", Port: "http", Protocol: "TCP", End: end,
+			Client: flows.Peer{Pod: "shop/web-0", Workload: "shop/web", Zone: "a"},
+			Sent:   flows.Traffic{Packets: 2, Bytes: 100}, Received: flows.Traffic{Packets: 2, Bytes: 50}})
+	}
+	got, err := Read(t.Context(), addr, 5*time.Minute)
+	want := Arrow{Client: "shop/web", Zone: "a", Service: "shop/cart", Sent: 200, Received: 100, Connections: 2,
+		Failures: 1}
+	if err != nil || got.Off || got.Node != "node-1" || len(got.Arrows) != 1 || got.Arrows[0] != want {
+		t.Errorf("%+v, %v", got, err)
+	}
+	now = now.Add(10 * time.Minute)
+	if got, err := Read(t.Context(), addr, 5*time.Minute); err != nil || got.Off || len(got.Arrows) != 0 {
+		t.Errorf("ten minutes later: %+v, %v", got, err)
+	}
+	off := httptest.NewServer(http.HandlerFunc(flows.Off))
+	defer off.Close()
+	addr = off.Listener.Addr().(*net.TCPAddr).AddrPort()
+	if got, err := Read(t.Context(), addr, 5*time.Minute); err != nil || !got.Off {
+		t.Errorf("without records: %+v, %v", got, err)
 	}
 }

@@ -12,7 +12,7 @@ import (
 	"github.com/verdict-proxy/verdict/internal/proxy/flows"
 )
 
-// Recorded is what the nodes of a Fake recorded: the clients of sums are dealt to nodes in turn.
+// Recorded is what the nodes of a Fake recorded: sums and failures are dealt to nodes in turn.
 type Recorded struct {
 	Nodes    []string
 	Sums     []flows.Sum
@@ -25,16 +25,14 @@ func (r *Recorded) Print(node string, argv []string) string {
 	head := flows.Answer{Node: node, Started: time.Now().Add(-2 * time.Hour), Losses: r.Losses}
 	if slices.Contains(argv, "--map") {
 		m := servicemap.New(servicemap.Most)
-		for i := range r.Sums {
-			if i%len(r.Nodes) == slices.Index(r.Nodes, node) {
-				m.AddSum(&r.Sums[i])
-			}
+		for i := slices.Index(r.Nodes, node); i >= 0 && i < len(r.Sums); i += len(r.Nodes) {
+			m.AddSum(&r.Sums[i])
 		}
 		return lines(servicemap.Answer{Answer: head, Arrows: m.Arrows()})
 	}
 	text := lines(head)
-	for _, f := range r.Failures {
-		if slices.Contains(argv, f.Service) {
+	for i := slices.Index(r.Nodes, node); i >= 0 && i < len(r.Failures); i += len(r.Nodes) {
+		if f := &r.Failures[i]; slices.Contains(argv, f.Service) {
 			text += lines(f)
 		}
 	}

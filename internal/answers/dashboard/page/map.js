@@ -180,6 +180,7 @@ function sayMap(hidden) {
   if (c.losses && c.losses.refusals) lost.push(plural(c.losses.refusals, "refusal"));
   say(lost.length, () => `Missing since the records began: ${lost.join(" and ")}, for which the kernel of ` +
     plural(c.lossy, "node") + " had no room.");
+  say(c.left, () => plural(c.left, "sum") + " of the oldest minutes did not fit: choose a shorter time.");
   say(c.losses && c.losses.sampled, () => plural(c.losses.sampled, "record") + " left out of the lists of failures, by " +
     "sampling; the sums have them.");
   $("map-note").textContent = notes.join(" ");
@@ -221,7 +222,7 @@ function showDetail() {
   say($("failures").hidden ? "choose one Service, or an arrow to it, for the last failures" : "");
   if ($("failures").hidden) return;
   const asked = { since: $("map-since").value, service: to.name };
-  if (a && (by === "zone" || a.from.name !== "*")) asked[by] = a.from.name;
+  if (a && (by === "zone" || !["*", "others"].includes(a.from.name))) asked[by] = a.from.name;
   list([], "asking the nodes");
   ask("failures", asked).then(JSON.parse, (err) => ({ records: [], error: err.message })).then((f) => {
     if (!picked || picked.key !== key) return;
