@@ -123,7 +123,8 @@ func (s *shown) metric(series string) float64 {
 // TestServing runs the proxy and asks it as kubelets, load balancers, Kubernetes' own tests and Prometheus do.
 func TestServing(t *testing.T) {
 	s := &shown{victim: &victim{t: t, cluster: labtest.NewCluster(t, lab.Config{LocalPods: 2}), dir: t.TempDir(),
-		flags: []string{"--cluster-cidr", lab.PodRange[0].String(), "--metrics-bind-address", "127.0.0.1"}}, taint: "none"}
+		flags: []string{"--cluster-cidr", lab.PodRange[0].String(), "--metrics-bind-address", "127.0.0.1",
+			"--records", "on"}}, taint: "none"}
 	_, err := s.cluster.Pods[0].Serve(snapshot.TCP, 8080)
 	labtest.Check(t, err)
 	s.log, err = os.Create(filepath.Join(t.TempDir(), "log"))
@@ -191,7 +192,7 @@ func TestServing(t *testing.T) {
 func (s *shown) pages() {
 	s.t.Helper()
 	for path, want := range map[string]string{
-		"/proxyMode": "nftables", "/healthz": "ok",
+		"/proxyMode": "nftables", "/healthz": "ok", "/flows": `{"node":"node","started":`,
 		"/configz": `{"kubeproxy.config.k8s.io":{`, "/metrics/slis": `kubernetes_healthcheck{name="rules",type="healthz"} 1`,
 	} {
 		if code, _, body := s.get(s.cluster.Node, "http://127.0.0.1:10249"+path); code != 200 ||
@@ -229,6 +230,7 @@ func (s *shown) counts() {
 		// cluster IP, load balancer, node port, and that at 127.0.0.1
 		`verdict_map_elements{ip_family="IPv4",map="services"}`:                     4,
 		`verdict_map_elements{ip_family="IPv4",map="affinity"}`:                     0,
+		`verdict_flow_losses_total{kind="sampled"}`:                                 0,
 		`verdict_map_max_elements{ip_family="IPv6",map="affinity"}`:                 262144,
 		`kubeproxy_sync_proxy_rules_nftables_sync_failures_total{ip_family="IPv4"}`: 0,
 		`kubeproxy_sync_proxy_rules_service_changes_total`:                          1,

@@ -33,10 +33,10 @@ func (m *Metrics) Handler(p Pages) http.Handler {
 	mux.HandleFunc("/healthz", func(w http.ResponseWriter, _ *http.Request) { writeText(w, "ok") })
 	mux.HandleFunc("/proxyMode", func(w http.ResponseWriter, _ *http.Request) { writeText(w, p.Mode) })
 	mux.HandleFunc("/configz", func(w http.ResponseWriter, _ *http.Request) { p.configz(w) })
-	mux.Handle("GET /flows", http.HandlerFunc(flows.Off))
-	if p.Flows != nil {
-		mux.Handle("GET /flows", p.Flows)
+	if p.Flows == nil {
+		p.Flows = http.HandlerFunc(flows.Off)
 	}
+	mux.Handle("GET /flows", p.Flows)
 	if p.Profiling {
 		mux.HandleFunc("/debug/pprof/", pprof.Index)
 		mux.HandleFunc("/debug/pprof/cmdline", pprof.Cmdline)
