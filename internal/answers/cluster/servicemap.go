@@ -17,7 +17,7 @@ type ServiceMap struct {
 	Nodes     int                `json:"nodes"`
 	Recording int                `json:"recording"`
 	Arrows    []servicemap.Arrow `json:"arrows"`
-	// Losses is what the nodes lost since they record, and Lossy how many of them lost anything.
+	// Losses is what the nodes lost since they record, and Lossy how many of them have Events or Refusals.
 	Losses flows.Losses `json:"losses"`
 	Lossy  int          `json:"lossy"`
 	// Started is when the last of the nodes began to record.
@@ -50,26 +50,21 @@ func (c *Cluster) ServiceMap(ctx context.Context, since time.Duration, most int)
 		if !part.Off {
 			out.Recording++
 		}
-		out.add(&part.Answer)
+		if part.Losses.Events+part.Losses.Refusals > 0 {
+			out.Lossy++
+		}
+		out.Losses.Events += part.Losses.Events
+		out.Losses.Refusals += part.Losses.Refusals
+		out.Losses.Sampled += part.Losses.Sampled
+		if out.Left += part.Left; part.Started.After(out.Started) {
+			out.Started = part.Started
+		}
 		for i := range part.Arrows {
 			sum.Add(&part.Arrows[i])
 		}
 	}
 	out.Arrows = sum.Arrows()
 	return out, nil
-}
-
-func (m *ServiceMap) add(a *flows.Answer) {
-	if a.Losses != (flows.Losses{}) {
-		m.Lossy++
-	}
-	m.Losses.Events += a.Losses.Events
-	m.Losses.Refusals += a.Losses.Refusals
-	m.Losses.Sampled += a.Losses.Sampled
-	m.Left += a.Left
-	if a.Started.After(m.Started) {
-		m.Started = a.Started
-	}
 }
 
 // Records asks every node, and returns the newest records that match, at most so many, the newest first.

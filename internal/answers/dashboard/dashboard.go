@@ -51,13 +51,13 @@ type Server struct {
 	last     []byte
 
 	mapping sync.Mutex // lets one window at a time ask for a map
-	maps    map[time.Duration]drawn
+	maps    map[time.Duration]*Map
 }
 
 // New returns a Server that looks at the nodes again an interval after the last view. Its token is random.
 func New(nodes *cluster.Cluster, namespace string, interval time.Duration) *Server {
 	return &Server{nodes: nodes, namespace: namespace, interval: interval, token: rand.Text(),
-		watchers: map[chan []byte]bool{}, maps: map[time.Duration]drawn{}}
+		watchers: map[chan []byte]bool{}, maps: map[time.Duration]*Map{}}
 }
 
 // URL is where a browser finds the page, for a server that listens at an address. Without its token nothing is shown:

@@ -34,6 +34,7 @@ type Map struct {
 	// Error says why there is no map, or why the parts of Failed nodes are missing.
 	Error  string `json:"error,omitempty"`
 	Failed int    `json:"failed,omitempty"`
+	at     time.Time
 }
 
 // Failures are the last connections that failed, the newest first.
@@ -42,16 +43,10 @@ type Failures struct {
 	Error   string               `json:"error,omitempty"`
 }
 
-// drawn is a map that was made.
-type drawn struct {
-	at   time.Time
-	text []byte
-}
-
 func spanOf(r *http.Request) (time.Duration, error) {
-	span, err := time.ParseDuration(r.URL.Query().Get("since"))
-	if err != nil || !slices.Contains(mapSpans, span) {
-		return 0, fmt.Errorf("since=%.20q is none of %v", r.URL.Query().Get("since"), mapSpans)
+	span, _ := time.ParseDuration(r.URL.Query().Get("since"))
+	if !slices.Contains(mapSpans, span) {
+		return 0, fmt.Errorf("since is none of %v", mapSpans)
 	}
 	return span, nil
 }
@@ -63,29 +58,27 @@ func (s *Server) serveMap(w http.ResponseWriter, r *http.Request) {
 		http.Error(w, err.Error(), http.StatusBadRequest)
 		return
 	}
-	s.mapping.Lock()
-	defer s.mapping.Unlock()
-	last := s.maps[span]
-	if last.text == nil || time.Since(last.at) >= mapFresh {
-		text, err := json.Marshal(s.drawMap(r.Context(), span))
-		if err != nil {
-			panic(err) // a Map has nothing that cannot be written
-		}
-		last = drawn{time.Now(), text}
-		if r.Context().Err() == nil { // else it is of those nodes that had answered
-			s.maps[span] = last
-		}
-	}
 	w.Header().Set("Content-Type", "application/json")
-	_, _ = w.Write(last.text) // whoever asked may have left
+	_ = json.NewEncoder(w).Encode(s.mapOf(r.Context(), span)) // whoever asked may have left
 }
 
-func (s *Server) drawMap(ctx context.Context, span time.Duration) *Map {
-	all, err := s.nodes.ServiceMap(ctx, span, maxArrows)
-	if err != nil {
-		return &Map{Error: err.Error()}
+// mapOf returns the last map of a time, if it is fresh, or asks the nodes for another one.
+func (s *Server) mapOf(ctx context.Context, span time.Duration) *Map {
+	s.mapping.Lock()
+	defer s.mapping.Unlock()
+	if last := s.maps[span]; last != nil && time.Since(last.at) < mapFresh {
+		return last
 	}
-	return &Map{ServiceMap: all, Error: failures("records", all.Failed), Failed: len(all.Failed)}
+	m, err := &Map{}, error(nil)
+	if m.ServiceMap, err = s.nodes.ServiceMap(ctx, span, maxArrows); err != nil {
+		m.Error = err.Error()
+	} else {
+		m.Error, m.Failed = failures("records", m.ServiceMap.Failed), len(m.ServiceMap.Failed)
+	}
+	if m.at = time.Now(); ctx.Err() == nil { // else it is of those nodes that had answered
+		s.maps[span] = m
+	}
+	return m
 }
 
 // serveFailures gives Failures: since=5m, service=NAMESPACE/NAME and, for those of one client or zone alone, client or
@@ -99,7 +92,6 @@ func (s *Server) serveFailures(w http.ResponseWriter, r *http.Request) {
 		return
 	}
 	client, zone := q.Get("client"), q.Get("zone")
-	out := Failures{Records: []cluster.NodeRecord{}}
 	asked := records.Question{Service: service.String(), Since: span, Failed: true, Limit: maxAsked}
 	if client != "" && !strings.HasSuffix(client, "/") {
 		asked.From, asked.Limit = client, maxFailures
@@ -108,7 +100,7 @@ func (s *Server) serveFailures(w http.ResponseWriter, r *http.Request) {
 		return (client == "" || servicemap.Covers(client, f.Client.Name())) &&
 			(!q.Has("zone") || zone == f.Client.Zone)
 	})
-	out.Records = append(out.Records, found...)
+	out := Failures{Records: append([]cluster.NodeRecord{}, found...)}
 	if out.Error = failures("records", failed); err != nil {
 		out.Error = err.Error()
 	}

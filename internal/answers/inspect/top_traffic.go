@@ -15,11 +15,10 @@ type Traffic struct {
 	Received float64 `json:"receivedBytesPerSecond"`
 }
 
-// trafficMeter holds what records say of the last whole minute: sums have no finer grain.
+// trafficMeter holds what records say of the last whole minute that was asked about: sums have no finer grain.
 type trafficMeter struct {
-	// minute is the one that was asked about last, and ports its traffic; nil if nothing was recorded.
 	minute time.Time
-	ports  map[[2]string]Traffic
+	ports  map[[2]string]Traffic // by Service and port; nil if nothing was recorded
 }
 
 // read asks for the last whole minute, if it is another one than before, at the address of the metrics server. What is
@@ -52,9 +51,8 @@ func (t *trafficMeter) of(service, port string) *Traffic {
 	if t.ports == nil {
 		return nil
 	}
-	traffic := t.ports[[2]string{service, port}]
-	traffic.Sent, traffic.Received = rounded(traffic.Sent), rounded(traffic.Received)
-	return &traffic
+	of := t.ports[[2]string{service, port}]
+	return &Traffic{rounded(of.Sent), rounded(of.Received)}
 }
 
 // heads is the line of the names of columns.

@@ -32,9 +32,6 @@ type Arrow struct {
 	Folded int `json:"folded,omitempty"`
 }
 
-// bytes is what decides how large an arrow is.
-func (a *Arrow) bytes() uint64 { return a.Sent + a.Received }
-
 type key struct{ client, zone, service string }
 
 // Map adds up arrows. Make one with New.
@@ -112,7 +109,7 @@ func (m *Map) Arrows() []Arrow {
 
 // compare orders arrows: the largest first, then by name.
 func (a *Arrow) compare(b *Arrow) int {
-	return cmp.Or(cmp.Compare(b.bytes(), a.bytes()), strings.Compare(a.Client, b.Client),
+	return cmp.Or(cmp.Compare(b.Sent+b.Received, a.Sent+a.Received), strings.Compare(a.Client, b.Client),
 		strings.Compare(a.Service, b.Service), strings.Compare(a.Zone, b.Zone))
 }
 

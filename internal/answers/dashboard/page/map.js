@@ -30,7 +30,11 @@ function total(name, parts) {
 
 function grouped(list, key) {
   const out = new Map();
-  for (const a of list) out.set(key(a), (out.get(key(a)) || []).concat(a));
+  for (const a of list) {
+    const k = key(a), of = out.get(k);
+    if (of) of.push(a);
+    else out.set(k, [a]);
+  }
   return out;
 }
 
@@ -97,8 +101,7 @@ function drawRow(kind, r, i, width, room) {
   const left = kind === "client", y = i * rowHeight + rowHeight / 2, name = labelOf(r), x = left ? 0 : width - room;
   r.y = y;
   const open = r.open || (r.name === "*" && allGroups[kind]);
-  const mark = (r.of ? (open ? "▾ " : "▸ ") : "") + (r.failures ? "✕ " : "");
-  const bytes = room > 200 ? volume(size(r)) : "";
+  const mark = (r.of ? (open ? "▾ " : "▸ ") : "") + (r.failures ? "✕ " : ""), bytes = room > 200 ? volume(size(r)) : "";
   const says = clipped(mark + name, room - 20 - 7 * bytes.length);
   const texts = [shape("text", { x: x + (left ? 2 : 12), y: y + 4 }, says)];
   if (bytes) texts.push(shape("text", { x: x + room - (left ? 12 : 2), y: y + 4, class: "bytes" }, bytes));
@@ -108,18 +111,16 @@ function drawRow(kind, r, i, width, room) {
 }
 
 function drawArrow(a, width, room, i) {
-  const [x1, x2, w] = [room + 4, width - room - 4, thickness(size(a))], head = Math.max(7, w * 0.9), end = x2 - head;
-  const bend = (x2 - x1) * 0.45, y1 = a.from.y, y2 = a.to.y;
-  const d = `M${x1} ${y1}C${x1 + bend} ${y1} ${end - bend} ${y2} ${end} ${y2}`;
+  const x1 = room + 4, x2 = width - x1, w = thickness(size(a)), head = Math.max(7, w * 0.9), end = x2 - head;
+  const y1 = a.from.y, y2 = a.to.y, middle = (x1 + end) / 2, d = `M${x1} ${y1}C${middle} ${y1} ${middle} ${y2} ${end} ${y2}`;
   const parts = [shape("path", { d, class: "hit" }), shape("path", { d, "stroke-width": w }),
     shape("path", { d: `M${x2} ${y2}l${-head} ${-head * 0.6}v${head * 1.2}z`, class: "head" })];
-  if (a.failures) {
-    const t = 0.3 + 0.1 * (i % 5), u = 1 - t; // not all at one place
-    const at = (p0, p1, p2, p3) => u * u * u * p0 + 3 * u * u * t * p1 + 3 * u * t * t * p2 + t * t * t * p3;
-    parts.push(shape("text", { x: at(x1, x1 + bend, end - bend, end), y: at(y1, y1, y2, y2) + 4 }, `✕ ${share(a)}`));
+  if (a.failures) { // not all at one place of their arrows
+    const at = parts[1].getPointAtLength(parts[1].getTotalLength() * (0.3 + 0.1 * (i % 5)));
+    parts.push(shape("text", { x: at.x, y: at.y + 4 }, `✕ ${share(a)}`));
   }
-  return item("arrow", a.name, `${labelOf(a.from)} to ${labelOf(a.to)}: ${figures(a)}`,
-    { arrow: a }, `arrow${a.failures ? " bad" : ""}${a.from.of || a.to.of ? " many" : ""}`, ...parts);
+  return item("arrow", a.name, `${labelOf(a.from)} to ${labelOf(a.to)}: ${figures(a)}`, { arrow: a },
+    `arrow${a.failures ? " bad" : ""}${a.from.of || a.to.of ? " many" : ""}`, ...parts);
 }
 
 // touches reports whether an item belongs to what is picked.
@@ -155,8 +156,7 @@ function drawMap() {
   picked = items.find((it) => picked && it.key === picked.key) || null;
   for (const it of items) it.el.classList.toggle("faint", !touches(it));
   const map = $("map"), had = map.contains(document.activeElement);
-  map.setAttribute("width", width);
-  map.setAttribute("height", height);
+  for (const [k, v] of Object.entries({ width, height })) map.setAttribute(k, v);
   map.replaceChildren(...arrows, ...rows);
   const now = items.find((it) => it.key === focused) || items[0];
   if (now) now.el.setAttribute("tabindex", 0);
@@ -167,7 +167,8 @@ function drawMap() {
 
 // sayMap says what the map does not show.
 function sayMap(hidden) {
-  const c = chart, notes = [], lost = [], span = { "5m": 300, "15m": 900, "1h": 3600 }[$("map-since").value];
+  const c = chart, notes = [], lost = [], losses = c.losses || {};
+  const span = { "5m": 300, "15m": 900, "1h": 3600 }[$("map-since").value];
   const say = (when, text) => { if (when) notes.push(text()); };
   const off = c.nodes - c.recording - (c.failed || 0);
   say(off && !c.recording, () => "Records are off: records: on in the proxies' configuration, or --records=on, switches " +
@@ -176,13 +177,12 @@ function sayMap(hidden) {
   say(c.recording && !c.arrows.length, () => "No connection to a Service was recorded in this time.");
   say(c.recording && Date.now() - new Date(c.started) < span * 1000, () => `All nodes record since ${time(c.started)} only.`);
   say(hidden, () => plural(hidden, "thinner arrow") + " not drawn: choose a client or a Service to see all of its own.");
-  if (c.losses && c.losses.events) lost.push(plural(c.losses.events, "end") + " of connections");
-  if (c.losses && c.losses.refusals) lost.push(plural(c.losses.refusals, "refusal"));
+  if (losses.events) lost.push(plural(losses.events, "end") + " of connections");
+  if (losses.refusals) lost.push(plural(losses.refusals, "refusal"));
   say(lost.length, () => `Missing since the records began: ${lost.join(" and ")}, for which the kernel of ` +
     plural(c.lossy, "node") + " had no room.");
   say(c.left, () => plural(c.left, "sum") + " of the oldest minutes did not fit: choose a shorter time.");
-  say(c.losses && c.losses.sampled, () => plural(c.losses.sampled, "record") + " left out of the lists of failures, by " +
-    "sampling; the sums have them.");
+  say(losses.sampled, () => plural(losses.sampled, "record") + " left out of the lists of failures, not of the sums.");
   $("map-note").textContent = notes.join(" ");
   $("map-error").textContent = c.error || "";
 }
@@ -234,10 +234,8 @@ function showDetail() {
 const who = (p) => (p.pod ? `${p.pod} (${p.address})` : p.prefix || p.address || "none");
 
 function refreshMap() {
-  ask("map", { since: $("map-since").value }).then((text) => { chart = JSON.parse(text); }, (err) => {
-    chart = { ...chart, error: err.message };
-  }).then(() => {
-    chart.arrows = chart.arrows || [];
+  ask("map", { since: $("map-since").value }).then(JSON.parse, (err) => ({ ...chart, error: err.message })).then((got) => {
+    chart = { arrows: [], ...got };
     drawMap();
   });
 }
@@ -268,13 +266,9 @@ $("map").addEventListener("keydown", (e) => {
   e.preventDefault();
   e.stopPropagation();
 });
-$("map-by").addEventListener("change", () => {
-  picked = null;
-  openedGroup.client = "";
-  drawMap();
-});
+$("map-by").addEventListener("change", () => { picked = null; drawMap(); });
 $("map-since").addEventListener("change", () => { refreshMap(); if (picked) showDetail(); });
 addEventListener("resize", drawMap);
 drawLegend();
-refreshMap();
 setInterval(() => { if (!document.hidden) refreshMap(); }, mapEvery);
+refreshMap();
