@@ -2,6 +2,8 @@ package main
 
 import (
 	"encoding/json"
+	"net/netip"
+	"strings"
 
 	"github.com/spf13/cobra"
 
@@ -40,6 +42,9 @@ on (docs/FLOWS.md).`,
 				return 0, err
 			}
 			q.Service = service.Namespace + "/" + service.Name
+		}
+		if _, err := netip.ParseAddr(q.From); err != nil && q.From != "" && !strings.Contains(q.From, "/") {
+			q.From = namespace + "/" + q.From
 		}
 		if q.Zones {
 			z, err := c.Zones(cmd.Context(), &q.Question, q.price)

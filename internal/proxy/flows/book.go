@@ -15,7 +15,7 @@ const (
 	DefaultSeries = 5000
 )
 
-// rowBytes is about what a row of the sums takes in an hour: the rows of 60 minutes, packed.
+// rowBytes is how much of the memory makes room for a row in each minute.
 const rowBytes = 8 << 10
 
 // Options say what a Book keeps.
@@ -79,7 +79,7 @@ func NewBook(o Options) *Book {
 		o.Now = time.Now
 	}
 	b := &Book{o: o, started: o.Now(), done: make(chan struct{}), list: newList(o.Memory),
-		sums:    sums{most: max(o.Memory/rowBytes, 64), totals: spill{most: o.Series, rows: map[key]*row{}}},
+		sums:    sums{most: max(o.Memory/rowBytes, 64), room: o.Memory, totals: newSpill(o.Series, "")},
 		readers: map[*reader]bool{}}
 	if o.File != "" {
 		b.exports = append(b.exports, newExport("file", o.Log, newFile(o.File, fileMiB)))

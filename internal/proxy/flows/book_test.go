@@ -333,6 +333,38 @@ func TestMillionClients(t *testing.T) {
 	runtime.KeepAlive(b)
 }
 
+// TestManyNames: rows of long names that nothing shares take no more memory than they may. Then older minutes lose
+// their rows, but no connection.
+func TestManyNames(t *testing.T) {
+	c := newClock()
+	b := NewBook(Options{Memory: 2 << 20, Now: c.now})
+	before, added := heapBytes(), uint64(0)
+	for n := range uint64(60 * 600) {
+		if n%600 == 0 {
+			c.at = c.at.Add(time.Minute)
+		}
+		r := connection(fmt.Sprintf("team-%d/%s-%d", n%7, strings.Repeat("w", 150), n), "shop/cart", n)
+		r.Endpoint.Pod = fmt.Sprintf("shop/%s-%d", strings.Repeat("p", 150), n)
+		b.Add(r)
+		added++
+	}
+	if held := heapBytes() - before; b.sums.bytes > 2<<20 || held > 5<<20 {
+		t.Errorf("the sums take %d KiB packed, and the book %d KiB", b.sums.bytes>>10, held>>10)
+	}
+	_, all := ask[Sum](t, b, "sums=1")
+	counted, minutes, rows := uint64(0), map[time.Time]bool{}, map[bool]int{}
+	for _, s := range all {
+		counted += s.Connections
+		minutes[s.Minute] = true
+		rows[s.Client == Others]++
+	}
+	if counted != added || len(minutes) != 60 || rows[false] < 1000 || rows[true] < 20 {
+		t.Errorf("%d connections of %d in %d minutes; %d rows with a name, %d without", counted, added, len(minutes),
+			rows[false], rows[true])
+	}
+	runtime.KeepAlive(b)
+}
+
 // heapBytes is how many bytes are in use.
 func heapBytes() int64 {
 	runtime.GC()

@@ -119,9 +119,12 @@ func (b *Book) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		b.mu.Lock()
 		minutes := b.sums.snapshot(b.o.Now())
 		b.mu.Unlock()
+		for minutes[0].at.Add(time.Minute).Before(q.since) { // the one that runs ends later
+			minutes = minutes[1:]
+		}
 		all := sumsOf(minutes, &q)
 		if q.zones {
-			all = zonesOf(all, b.o.Series)
+			all = zonesOf(minutes, &q, b.o.Series)
 		}
 		sendAll(l, b.losses(), q.limit, all)
 	default:
@@ -145,13 +148,10 @@ func recordsOf(blocks []block, q *query) iter.Seq[*Record] {
 	}
 }
 
-// sumsOf returns the sums that a reader wants: of the minutes that end after its time.
+// sumsOf returns the sums of minutes that a reader wants.
 func sumsOf(minutes []sealedMinute, q *query) iter.Seq[*Sum] {
 	return func(yield func(*Sum) bool) {
 		for _, m := range minutes {
-			if !m.at.Add(time.Minute).After(q.since) {
-				continue
-			}
 			for s := range m.each {
 				if q.wantsSum(s) && !yield(s) {
 					return
@@ -161,20 +161,12 @@ func sumsOf(minutes []sealedMinute, q *query) iter.Seq[*Sum] {
 	}
 }
 
-// zonesOf adds up sums by Service and pair of zones. Their minute is the first.
-func zonesOf(all iter.Seq[*Sum], series int) iter.Seq[*Sum] {
-	var first time.Time
-	by := spill{most: series, rows: map[key]*row{}}
-	for s := range all {
-		if first.IsZero() {
-			first = s.Minute
-		}
-		by.row(key{service: s.Service, clientZone: s.ClientZone, endpointZone: s.EndpointZone}).add(&counts{
-			connections: s.Connections, failures: s.Failures, sent: s.Sent, received: s.Received})
-	}
+// zonesOf returns the sums that a reader wants by Service and pair of zones. Their minute is that of the first.
+func zonesOf(minutes []sealedMinute, q *query, series int) iter.Seq[*Sum] {
 	return func(yield func(*Sum) bool) {
-		for _, r := range by.rows {
-			if s := r.sum(first); !yield(&s) {
+		by := newSpill(series, "")
+		for r := range by.fold(sumsOf(minutes, q)) {
+			if s := r.sum(minutes[0].at); !yield(&s) {
 				return
 			}
 		}

@@ -1,8 +1,10 @@
 package flows
 
 import (
+	"bytes"
 	"container/heap"
 	"iter"
+	"maps"
 	"strings"
 	"time"
 )
@@ -125,6 +127,8 @@ type spill struct {
 	rows   map[key]*row
 }
 
+func newSpill(most int, client string) spill { return spill{most, client, map[key]*row{}} }
+
 // spillPairs are how many pairs of zones are told apart for the Services that there was no room for.
 const spillPairs = 256
 
@@ -163,7 +167,7 @@ type minute struct {
 
 func newMinute(at time.Time, most int) *minute {
 	return &minute{at: at, named: newShelf(most), outside: newShelf(most / 4),
-		rest: spill{most: most / 4, client: Others, rows: map[key]*row{}}}
+		rest: newSpill(most/4, Others)}
 }
 
 // row returns the row for a record.
@@ -252,14 +256,23 @@ func (r *row) sum(at time.Time) Sum {
 }
 
 // pack packs the rows of a minute.
-func (m *minute) pack() sealedMinute {
+func pack(at time.Time, all iter.Seq[*row]) sealedMinute {
 	c, n := newPacker(4<<10), 0
-	for r := range m.all() {
-		s := r.sum(m.at)
+	for r := range all {
+		s := r.sum(at)
 		c.sum(&s)
 		n++
 	}
-	return sealedMinute{m.at, c.data, n}
+	return sealedMinute{at, bytes.Clone(c.data), n}
+}
+
+// fold adds up sums by Service and pair of zones.
+func (s *spill) fold(all iter.Seq[*Sum]) iter.Seq[*row] {
+	for sum := range all {
+		s.row(key{service: sum.Service, clientZone: sum.ClientZone, endpointZone: sum.EndpointZone}).add(&counts{
+			sum.Connections, sum.Failures, sum.Open, sum.Sent, sum.Received})
+	}
+	return maps.Values(s.rows)
 }
 
 // sealedMinute are the packed sums of a minute.
@@ -284,10 +297,13 @@ func (m sealedMinute) each(yield func(*Sum) bool) {
 // concurrent use.
 type sums struct {
 	// most is how many rows of named clients a minute has; it has a quarter as many of others.
-	most   int
-	now    *minute
-	past   []sealedMinute
-	totals spill
+	most int
+	now  *minute
+	// past are the minutes before, in at most room bytes. If all their rows take more, the first folded ones have only
+	// those of others.
+	past                []sealedMinute
+	bytes, room, folded int
+	totals              spill
 }
 
 // turn begins a minute. If the clock was set back, the minute that runs goes on until the clock has reached it.
@@ -297,11 +313,20 @@ func (s *sums) turn(now time.Time) {
 		return
 	}
 	if s.now != nil {
-		s.past = append(s.past, s.now.pack())
+		s.past = append(s.past, pack(s.now.at, s.now.all()))
+		s.bytes += len(s.past[len(s.past)-1].data)
 	}
 	for len(s.past) > 0 && at.Sub(s.past[0].at) >= Hour*time.Minute {
+		s.bytes -= len(s.past[0].data)
 		s.past[0] = sealedMinute{}
-		s.past = s.past[1:]
+		s.past, s.folded = s.past[1:], max(0, s.folded-1)
+	}
+	for ; s.bytes > s.room && s.folded < len(s.past); s.folded++ {
+		m := &s.past[s.folded]
+		s.bytes -= len(m.data)
+		rest := newSpill(s.most/4, Others)
+		*m = pack(m.at, rest.fold(m.each))
+		s.bytes += len(m.data)
 	}
 	s.now = newMinute(at, s.most)
 }
@@ -326,5 +351,5 @@ func (s *sums) look(open iter.Seq[Record], now time.Time) {
 // snapshot returns the sums, the oldest minute first. They stay as they are.
 func (s *sums) snapshot(now time.Time) []sealedMinute {
 	s.turn(now)
-	return append(append([]sealedMinute(nil), s.past...), s.now.pack())
+	return append(append([]sealedMinute(nil), s.past...), pack(s.now.at, s.now.all()))
 }
