@@ -48,7 +48,8 @@ beside a running proxy.
 
 Verdict does not touch packets to addresses without a Service, and explain does not follow the rules
 of other programs for them. With --live it shows what else on this host stops a packet to a Service:
-a missing route, disabled forwarding, chains of other programs.
+a missing route, disabled forwarding, chains of other programs. While records are on, it names the
+last connections to the Service that failed (docs/FLOWS.md).
 
 With --at, explain answers from what the kernel held at a time in the past, as far as this node's
 ledger goes back (docs/LEDGER.md). It uses this host's present addresses, routes and interfaces.
@@ -150,6 +151,7 @@ func (o *explainOptions) answer(ctx context.Context, q inspect.Question) (a *ins
 	}
 	x := inspect.Explainer{Objects: &o.objects, Interface: o.iface}
 	if o.live {
+		x.Records, _ = metricsAddress("", o.objects.Policy.File()) // without it, no failed connections are named
 		x.Inspector, err = backends.Inspect(ctx, backends.InspectOptions{Settings: o.objects.Policy.Settings()})
 		if err != nil {
 			return nil, err

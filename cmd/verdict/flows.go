@@ -2,6 +2,7 @@ package main
 
 import (
 	"context"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
@@ -15,7 +16,7 @@ import (
 
 	"github.com/verdict-proxy/verdict/internal/answers/inspect"
 	"github.com/verdict-proxy/verdict/internal/answers/records"
-	"github.com/verdict-proxy/verdict/internal/proxy/config"
+	"github.com/verdict-proxy/verdict/internal/answers/servicemap"
 	"github.com/verdict-proxy/verdict/internal/proxy/flows"
 	"github.com/verdict-proxy/verdict/internal/system/terminal"
 )
@@ -69,7 +70,7 @@ func (o *flowsQuestion) check() error {
 type flowsOptions struct {
 	flowsQuestion
 	metrics, config string
-	untilEOF        bool
+	untilEOF, asMap bool
 }
 
 func newFlows() *cobra.Command {
@@ -95,6 +96,8 @@ It finds the proxy's metrics server at --metrics-bind-address, else at that of -
 	f.StringVar(&o.metrics, "metrics-bind-address", "", "address of the proxy's metrics server")
 	f.StringVar(&o.config, "config", "", "the proxy's configuration file, which has that address")
 	f.BoolVar(&o.untilEOF, "until-eof", false, "end when standard input does")
+	f.BoolVar(&o.asMap, "map", false, "print this node's part of the dashboard's service map, as JSON")
+	_ = f.MarkHidden("map")
 	_ = f.MarkHidden("until-eof") // kubectl verdict's, whose end the node would not notice otherwise
 	return cmd
 }
@@ -108,8 +111,7 @@ func (o *flowsOptions) run(cmd *cobra.Command, args []string) error {
 	if err := o.check(); err != nil {
 		return err
 	}
-	addr, err := serverAddress("metrics", o.metrics, o.config,
-		func(s *config.Settings) netip.AddrPort { return s.Metrics })
+	addr, err := metricsAddress(o.metrics, o.config)
 	if err != nil {
 		return err
 	}
@@ -127,6 +129,12 @@ func (o *flowsOptions) run(cmd *cobra.Command, args []string) error {
 	}
 	p := terminal.NewPrinter(cmd.OutOrStdout())
 	switch {
+	case o.asMap:
+		m, err := servicemap.Read(ctx, addr, o.Since)
+		if err != nil {
+			return err
+		}
+		return json.NewEncoder(p).Encode(m)
 	case o.Zones:
 		return o.printZones(ctx, cmd, addr)
 	case o.json:

@@ -48,6 +48,8 @@ func TestFlows(t *testing.T) {
 		"--zones --price 0.5": "2.0000\n4000.0 MB crossed zones, 0.0 kB stayed within one, of 0.0 kB a zone is not known; " +
 			"cost: 2.0000",
 		"--follow --until-eof": "", // there is no input
+		"--map": `"arrows":[{"client":"shop/web-0","zone":"a","service":"shop/cart","sent":500000000,"received":1500000000,` +
+			`"connections":1,"failures":1}]`,
 	} {
 		if got, err := run(strings.Fields(args)...); err != nil || !strings.Contains(got, want) {
 			t.Errorf("flows %s: %v\n%s\nwant %s", args, err, got, want)
@@ -64,6 +66,9 @@ func TestFlows(t *testing.T) {
 		}
 	}
 	server.Config.Handler = http.HandlerFunc(flows.Off)
+	if got, err := run("--map"); err != nil || !strings.Contains(got, `"off":true`) {
+		t.Errorf("the map without records: %v, %s", err, got)
+	}
 	if _, err := run(); err == nil || err.Error() != "the setting records is off on this node (docs/FLOWS.md)" {
 		t.Errorf("without records: %v", err)
 	}

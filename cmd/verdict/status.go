@@ -100,6 +100,11 @@ func (o *statusOptions) address() (netip.AddrPort, error) {
 	return serverAddress("healthz", o.healthz, o.config, func(s *config.Settings) netip.AddrPort { return s.Healthz })
 }
 
+// metricsAddress finds the proxy's metrics server, which has the records.
+func metricsAddress(flag, file string) (netip.AddrPort, error) {
+	return serverAddress("metrics", flag, file, func(s *config.Settings) netip.AddrPort { return s.Metrics })
+}
+
 // serverAddress finds a server of the proxy: where its flag says, or else the configuration file.
 func serverAddress(name, flag, file string, of func(*config.Settings) netip.AddrPort) (netip.AddrPort, error) {
 	if flag != "" {

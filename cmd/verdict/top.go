@@ -35,6 +35,10 @@ its last one removed, because that replaces its element in the map.
 
 The heading shows the Node's name if the proxy answers at 127.0.0.1:10256, else the host's name.
 
+While records are on (docs/FLOWS.md) and the proxy answers at 127.0.0.1:10249, top shows what clients
+sent and received a second, too: the average of the last whole minute, since records have no finer
+grain, by the connections that ended in it.
+
 Keys: up and down (or k and j) select, enter shows and hides the endpoints, s sorts by rate, total
 or name, / filters by a part of the name, ? shows all keys, q quits.
 
@@ -86,6 +90,7 @@ func (o *topOptions) run(cmd *cobra.Command) error {
 	}
 	defer i.Close()
 	t := inspect.Top{Sampler: inspect.NewSampler(i), Service: o.service, Order: o.order, Interval: o.interval}
+	t.Sampler.Records, _ = metricsAddress("", "") // without it, top has no traffic
 	out, isFile := cmd.OutOrStdout().(*os.File)
 	if o.once || o.json || !isFile || !terminal.Obeys(out) || !terminal.Is(os.Stdin) {
 		return o.printOnce(cmd, &t)

@@ -21,6 +21,7 @@ import (
 	"github.com/verdict-proxy/verdict/internal/answers/cluster"
 	"github.com/verdict-proxy/verdict/internal/answers/cluster/clustertest"
 	"github.com/verdict-proxy/verdict/internal/answers/dashboard"
+	"github.com/verdict-proxy/verdict/internal/proxy/flows"
 	"github.com/verdict-proxy/verdict/internal/proxy/status"
 )
 
@@ -50,13 +51,38 @@ func world() *clustertest.Fake {
 	drifted.Drift.Found, drifted.Drift.FoundAt, drifted.Drift.Repaired = 1, &found, &found
 	drifted.Drift.Last = []string{"ip verdict: an element of endpoints is gone"}
 	f := &clustertest.Fake{Statuses: map[string]*status.Status{"node-1": node(13), "node-2": drifted, "node-3": sick},
-		Explanation: "Packet     10.244.1.7 -> 10.96.20.3:80/tcp\nService    shop/catalog:http\n" +
+		Flows: recorded().Print, Explanation: "Packet     10.244.1.7 -> 10.96.20.3:80/tcp\nService    shop/catalog:http\n" +
 			"Outcome    sent to one of 3 endpoints\n"}
 	for i, name := range []string{"shop/web", "shop/cart", "shop/catalog", "kube-system/kube-dns", "lab/<i>x</i>"} {
 		f.Ports = append(f.Ports, cluster.TopPort{Service: name, Port: "http", Rate: 40.5 / float64(i*i+1),
 			Endpoints: []cluster.TopEndpoint{{Address: "10.244.1.5", Port: 8080, Rate: 3}, {Address: "fd00::5", Port: 8080}}})
 	}
 	return f
+}
+
+// recorded is what the nodes of world recorded.
+func recorded() *clustertest.Recorded {
+	r := &clustertest.Recorded{Nodes: []string{"node-1", "node-2", "node-3"}}
+	for i, s := range []struct {
+		client, service string
+		bytes           uint64
+		failures        uint64
+	}{
+		{"ingress/gateway", "shop/web", 9e9, 0}, {"shop/web", "shop/cart", 8e8, 0}, {"shop/web", "shop/catalog", 3e9, 0},
+		{"shop/cart", "shop/payments", 2e6, 9}, {"shop/cart", "kube-system/kube-dns", 3e5, 0},
+		{"shop/web", "kube-system/kube-dns", 9e5, 0}, {"jobs/report", "shop/catalog", 4e7, 0},
+		{"monitoring/prometheus", "shop/web", 6e6, 0}, {"monitoring/prometheus", "shop/cart", 5e6, 0},
+		{"198.51.100.0/24", "ingress/gateway", 7e9, 0}, {"203.0.113.0/24", "ingress/gateway", 2e8, 0},
+	} {
+		r.Sums = append(r.Sums, flows.Sum{Client: s.client, ClientZone: string(rune('a' + i%3)), Service: s.service,
+			Connections: 60, Failures: s.failures, Sent: flows.Traffic{Bytes: s.bytes / 10},
+			Received: flows.Traffic{Bytes: s.bytes}})
+	}
+	for i := range 3 {
+		r.Fail(time.Duration(i*i+1)*7*time.Second, "shop/cart", "shop/payments", flows.Refused, "")
+	}
+	r.Fail(40*time.Second, "shop/cart", "shop/payments", flows.Rejected, "no-endpoints")
+	return r
 }
 
 // page opens the dashboard in a browser of its own and gives what its console said.
@@ -170,6 +196,10 @@ func TestDashboardLooks(t *testing.T) {
 				[]*emulation.MediaFeature{{Name: "prefers-color-scheme", Value: theme}}), chromedp.KeyEvent("j"),
 				chromedp.KeyEvent("\r"))
 			until(t, ctx, `document.querySelector('#services').innerText.includes('fd00::5')`)
+			until(t, ctx, `document.querySelectorAll("#map .arrow.bad").length === 1`)
+			do(t, ctx, chromedp.Evaluate(`document.querySelector("#map .arrow.bad").dispatchEvent(
+				new MouseEvent("click", { bubbles: true }))`, nil))
+			until(t, ctx, `document.querySelectorAll("#failures tbody tr").length === 4`)
 			var wide float64
 			do(t, ctx, chromedp.Evaluate(`document.documentElement.scrollWidth`, &wide))
 			if int64(wide) > width {

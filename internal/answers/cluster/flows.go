@@ -42,13 +42,22 @@ func flowsCommand(q *records.Question, more ...string) func(Target) []string {
 	}
 }
 
-// Flows asks all nodes once.
+// Flows asks all nodes once, and shows what they answer.
 func (c *Cluster) Flows(ctx context.Context, q *records.Question, to *Flows) error {
-	targets, _, err := c.Targets(ctx)
+	merged, err := c.gather(ctx, q)
 	if err != nil {
 		return err
 	}
-	var merged part
+	return to.show(merged)
+}
+
+// gather asks all nodes once.
+func (c *Cluster) gather(ctx context.Context, q *records.Question) (*part, error) {
+	targets, _, err := c.Targets(ctx)
+	if err != nil {
+		return nil, err
+	}
+	merged := &part{}
 	for _, r := range c.Each(ctx, targets, flowsCommand(q)) {
 		err := r.failure(0)
 		for line := range bytes.Lines(r.Stdout) {
@@ -61,7 +70,7 @@ func (c *Cluster) Flows(ctx context.Context, q *records.Question, to *Flows) err
 			merged.failed = append(merged.failed, NodeAnswer{Node: r.Node, Error: err.Error()})
 		}
 	}
-	return to.show(&merged)
+	return merged, nil
 }
 
 // part is what came of nodes in some time.

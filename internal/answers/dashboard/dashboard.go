@@ -49,12 +49,15 @@ type Server struct {
 	watchers map[chan []byte]bool
 	stop     context.CancelFunc // ends the looking; nil while nobody watches
 	last     []byte
+
+	mapping sync.Mutex // lets one window at a time ask for a map
+	maps    map[time.Duration]*Map
 }
 
 // New returns a Server that looks at the nodes again an interval after the last view. Its token is random.
 func New(nodes *cluster.Cluster, namespace string, interval time.Duration) *Server {
 	return &Server{nodes: nodes, namespace: namespace, interval: interval, token: rand.Text(),
-		watchers: map[chan []byte]bool{}}
+		watchers: map[chan []byte]bool{}, maps: map[time.Duration]*Map{}}
 }
 
 // URL is where a browser finds the page, for a server that listens at an address. Without its token nothing is shown:
@@ -72,6 +75,8 @@ func (s *Server) Handler() http.Handler {
 	mux.HandleFunc("GET /views", s.guarded(s.serveViews))
 	mux.HandleFunc("GET /service", s.guarded(s.serveService))
 	mux.HandleFunc("GET /explain", s.guarded(s.serveExplain))
+	mux.HandleFunc("GET /map", s.guarded(s.serveMap))
+	mux.HandleFunc("GET /failures", s.guarded(s.serveFailures))
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		h := w.Header()
 		h.Set("Content-Security-Policy", "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "+

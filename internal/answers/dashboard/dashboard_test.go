@@ -48,6 +48,12 @@ func TestStrangers(t *testing.T) {
 		{"127.0.0.1:8080", "/views", "x" + s.token, 403},
 		{"127.0.0.1:8080", "/service?service=a/b", "", 403},
 		{"127.0.0.1:8080", "/explain?pod=a&service=b", "", 403},
+		{"127.0.0.1:8080", "/map?since=5m", "", 403},
+		{"127.0.0.1:8080", "/failures?since=5m&service=a/b", "", 403},
+		{"127.0.0.1:8080", "/map?since=5m", s.token, 200},
+		{"127.0.0.1:8080", "/map?since=24h", s.token, 400},
+		{"127.0.0.1:8080", "/failures?since=5m&service=a/b", s.token, 200},
+		{"127.0.0.1:8080", "/failures?since=5m&service=", s.token, 400},
 		{"127.0.0.1:8080", "/explain?pod=a&service=b", s.token, 200},
 		{"127.0.0.1:8080", "/explain?pod=a/b/c/d&service=b", s.token, 502},
 		{"127.0.0.1:8080", "/service?service=shop/web", s.token, 200},
@@ -238,23 +244,25 @@ func TestTogether(t *testing.T) {
 	}
 }
 
-// TestPage: the script finds all elements that it names.
+// TestPage: the scripts find all elements that they name.
 func TestPage(t *testing.T) {
 	html, err := page.ReadFile("page/index.html")
 	if err != nil {
 		t.Fatal(err)
 	}
-	script, err := page.ReadFile("page/script.js")
-	if err != nil {
-		t.Fatal(err)
-	}
-	names := regexp.MustCompile(`(?:\$|fill|figure)\("([a-z-]+)"`).FindAllSubmatch(script, -1)
-	if len(names) < 15 {
-		t.Fatalf("only %d names", len(names))
-	}
-	for _, name := range names {
-		if !bytes.Contains(html, fmt.Appendf(nil, `id="%s"`, name[1])) {
-			t.Errorf("no element is named %s", name[1])
+	for script, least := range map[string]int{"script.js": 15, "map.js": 10} {
+		text, err := page.ReadFile("page/" + script)
+		if err != nil {
+			t.Fatal(err)
+		}
+		names := regexp.MustCompile(`(?:\$|fill|figure)\("([a-z-]+)"`).FindAllSubmatch(text, -1)
+		if len(names) < least {
+			t.Fatalf("%s: only %d names", script, len(names))
+		}
+		for _, name := range names {
+			if !bytes.Contains(html, fmt.Appendf(nil, `id="%s"`, name[1])) {
+				t.Errorf("no element has the name %s of %s", name[1], script)
+			}
 		}
 	}
 }

@@ -110,13 +110,13 @@ func (v *View) addTop(top *cluster.Top, err error) {
 		v.TopError = err.Error()
 		return
 	}
-	v.TopError = failures(top.Failed)
+	v.TopError = failures("rates", top.Failed)
 	v.Rate, v.PortCount = top.Rate, top.PortCount
 	v.Ports = append(v.Ports, top.Ports[:min(len(top.Ports), maxPorts)]...)
 }
 
-// failures names the nodes that sent no rates, those with the same error together.
-func failures(failed []cluster.NodeAnswer) string {
+// failures names the nodes that did not send what they were asked for, those with the same error together.
+func failures(what string, failed []cluster.NodeAnswer) string {
 	var lines []string
 	nodes := map[string][]string{}
 	for _, f := range failed {
@@ -128,7 +128,7 @@ func failures(failed []cluster.NodeAnswer) string {
 	more := len(lines) - maxErrors
 	lines = lines[:min(len(lines), maxErrors)]
 	for i, text := range lines {
-		lines[i] = fmt.Sprintf("no rates of %s: %s", cluster.Named(nodes[text]), text)
+		lines[i] = fmt.Sprintf("no %s of %s: %s", what, cluster.Named(nodes[text]), text)
 	}
 	if more > 0 {
 		lines = append(lines, fmt.Sprintf("and %d more errors", more))

@@ -7,6 +7,7 @@ import (
 	"strings"
 	"time"
 
+	"github.com/verdict-proxy/verdict/internal/proxy/flows"
 	"github.com/verdict-proxy/verdict/internal/proxy/preflight"
 	"github.com/verdict-proxy/verdict/internal/proxy/status"
 	"github.com/verdict-proxy/verdict/internal/system/terminal"
@@ -26,6 +27,8 @@ type Answer struct {
 	Disagreements []string `json:"disagreements,omitempty"`
 	// Preflight is what on this host stops the packet, if the kernel was asked.
 	Preflight []status.Finding `json:"preflight,omitempty"`
+	// Failures are the last connections that failed, the newest first, if the kernel was asked and records are on.
+	Failures []flows.Record `json:"lastFailures,omitempty"`
 	// Notes holds further remarks for the user.
 	Notes []string `json:"notes,omitempty"`
 

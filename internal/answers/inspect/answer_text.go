@@ -202,6 +202,7 @@ func (a *Answer) Print(s *terminal.Printer, o TextOptions) {
 		a.printView(s, a.Kernel, o)
 	}
 	a.printStops(s)
+	a.printFailures(s)
 	for i, n := range a.Notes {
 		label := "Note"
 		if i > 0 {

@@ -24,6 +24,9 @@ type Explainer struct {
 	Inspector reconcile.Inspector
 	// At, if not zero, is when the kernel held what the Inspector reads.
 	At time.Time
+	// Records is the address of the proxy's metrics server, which is asked for connections that failed, too; zero: it is
+	// not asked.
+	Records netip.AddrPort
 	// Interface is the packet's input interface; empty means the one that this host's routes use for answers.
 	Interface string
 }
@@ -168,6 +171,7 @@ func (e *explainRun) answer(ctx context.Context) (*Answer, error) {
 	if !a.Agree() && e.healthNote != "" {
 		a.Notes = append(a.Notes, e.healthNote)
 	}
+	a.Failures = e.lastFailures(ctx, a)
 	return a, nil
 }
 

@@ -122,6 +122,9 @@ func (p *portMeter) choices() (n int, atMost bool) {
 type Sampler struct {
 	// Only, if not empty, is the one Service, or Service port, that is sampled.
 	Only string
+	// Records is the address of the proxy's metrics server, which is asked for traffic; zero: it is not asked.
+	Records netip.AddrPort
+	traffic trafficMeter
 
 	from reconcile.Inspector
 	now  func() time.Time
@@ -172,6 +175,9 @@ func (s *Sampler) Sample(ctx context.Context, visible, expanded []string, interv
 		if !slices.Contains(expanded, name) {
 			p.endpoints, p.scheduler = nil, nil
 		}
+	}
+	if s.Records.IsValid() {
+		s.traffic.read(ctx, s.Records, s.now())
 	}
 	return nil
 }
@@ -335,6 +341,8 @@ type Sample struct {
 	Ports     []PortSample `json:"ports"`
 	// Counted is one of dataplane.CountedEndpoints and its like; empty if unknown.
 	Counted string `json:"counted,omitempty"`
+	// TrafficMinute is when the minute began that ports have the Traffic of; zero without records.
+	TrafficMinute time.Time `json:"trafficMinute,omitzero"`
 }
 
 // PortSample is a service port in a sample.
@@ -346,6 +354,8 @@ type PortSample struct {
 	Port    string  `json:"port,omitempty"`
 	Rate    float64 `json:"rate"`
 	Total   uint64  `json:"total"`
+	// Traffic is that of the connections which ended in the last whole minute, its average; nil without records.
+	Traffic *Traffic `json:"traffic,omitempty"`
 	// NotCounted is true if no frontend of the port is counted.
 	NotCounted bool `json:"notCounted,omitempty"`
 	// Choices is the size of the largest pool of any frontend; AtMost says that it is a bound, at most a quarter too
@@ -410,7 +420,10 @@ func (s *Sampler) Result(order string, interval time.Duration) *Sample {
 		}
 		out.Ports = append(out.Ports, PortSample{Name: p.name, Service: service, Port: p.port.Port, Rate: rounded(rate),
 			Total: total, Choices: choices, AtMost: atMost, Scheduled: p.scheduled(), NotCounted: p.notCounted(),
-			Ejected: ejected[p.port.Service]})
+			Ejected: ejected[p.port.Service], Traffic: s.traffic.of(service, p.port.Port)})
+	}
+	if s.traffic.ports != nil {
+		out.TrafficMinute = s.traffic.minute
 	}
 	out.Rate = rounded(out.Rate)
 	slices.SortFunc(out.Ports, func(a, b PortSample) int {

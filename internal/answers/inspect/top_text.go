@@ -11,7 +11,7 @@ import (
 // Print prints a table of the first ports of a sample.
 func (s *Sample) Print(p *terminal.Printer, shown int) {
 	const wide = 1 << 20
-	p.Line("%s", p.Paint(terminal.Dim, topLine(wide, "CONN/S", "TOTAL", "ENDPOINTS", "SERVICE")))
+	p.Line("%s", p.Paint(terminal.Dim, s.heads(wide)))
 	for i := range s.Ports[:shown] {
 		port := &s.Ports[i]
 		p.Line("%s", portLine("", port, wide))
@@ -24,6 +24,10 @@ func (s *Sample) Print(p *terminal.Printer, shown int) {
 	}
 	if n := s.Notice(); n != "" {
 		p.Line("%s", p.Paint(terminal.Red, n))
+	}
+	if !s.TrafficMinute.IsZero() {
+		p.Line("%s", p.Paint(terminal.Dim, "SENT/S and RECV/S: of the connections that ended in the minute from "+
+			s.TrafficMinute.Local().Format("15:04")+" on"))
 	}
 	p.Line("%s", p.Paint(terminal.Dim, fmt.Sprintf("%s connections/s to %s, over %gs",
 		rateText(s.Rate), terminal.Plural(len(s.Ports), "service port"), s.Interval)))

@@ -173,25 +173,34 @@ func (v *TopView) linesBetween(from, to int) (n int) {
 	return n
 }
 
-// topColumns are rate, total, endpoints and name. On a screen narrower than narrowTop there are only rate and name.
+// topColumns are rate, total, endpoints and name; trafficTopColumns also have the bytes sent and received. On a screen
+// narrower than wideTop these take the place of total; on one narrower than narrowTop there are only rate and name.
 var (
-	topColumns       = terminal.Columns{12, 14, 11, 1}
-	narrowTopColumns = terminal.Columns{10, 1}
+	topColumns        = terminal.Columns{12, 14, 11, 1}
+	trafficTopColumns = terminal.Columns{12, 14, 11, 11, 11, 1}
+	narrowTopColumns  = terminal.Columns{10, 1}
 )
 
-const narrowTop = 60
+const narrowTop, wideTop = 60, 100
 
 // right aligns text to the right of a column, followed by a space.
 func right(text string, width int) string {
 	return strings.Repeat(" ", max(width-1-utf8.RuneCountInString(text), 0)) + text
 }
 
-// topLine returns a row of top, cut to the width of the screen.
-func topLine(width int, rate, total, endpoints, name string) string {
+// topLine returns a row of top, cut to the width of the screen. Traffic are two cells, or none.
+func topLine(width int, rate, total, endpoints string, traffic []string, name string) string {
 	if width < narrowTop {
 		return clip(narrowTopColumns.Row(right(rate, 9), name), width)
 	}
-	return clip(topColumns.Row(right(rate, 11), right(total, 13), right(endpoints, 10), name), width)
+	columns, cells := topColumns, []string{right(rate, 11), right(total, 13), right(endpoints, 10), name}
+	if len(traffic) > 0 {
+		columns, cells = trafficTopColumns, slices.Insert(cells, 3, right(traffic[0], 10), right(traffic[1], 10))
+		if width < wideTop {
+			columns, cells = slices.Delete(slices.Clone(columns), 1, 2), slices.Delete(cells, 1, 2)
+		}
+	}
+	return clip(columns.Row(cells...), width)
 }
 
 // rateText formats connections per second.
@@ -217,7 +226,7 @@ func (v *TopView) Render(s *terminal.Printer) []string {
 	lines := []string{
 		s.Paint(terminal.Bold, clip(v.head(), v.Width)),
 		s.Paint(terminal.Red, clip(trouble, v.Width)),
-		s.Paint(terminal.Dim, topLine(v.Width, "CONN/S", "TOTAL", "ENDPOINTS", "SERVICE")),
+		s.Paint(terminal.Dim, v.sample.heads(v.Width)),
 	}
 	ports := v.ports()
 	if v.help {
@@ -274,6 +283,7 @@ func (v *TopView) helpLines() []string {
 		"CONN/S           new connections a second",
 		"TOTAL            since the first endpoint came",
 		"ENDPOINTS        slots, or who chooses",
+		"SENT/S, RECV/S   by clients, of what ended in the last minute; with records on",
 		"red              connections, but no endpoint; or one is ejected",
 	}
 	for i, l := range lines {
@@ -308,7 +318,7 @@ func (v *TopView) portLines(s *terminal.Printer, p *PortSample) []string {
 // portLine is the line of a port.
 func portLine(mark string, p *PortSample, width int) string {
 	return topLine(width, countText(p, rateText(p.Rate)), countText(p, units.Thousands(int(p.Total))), choicesText(p),
-		topName(mark, p))
+		p.Traffic.texts(), topName(mark, p))
 }
 
 // countText returns the text, or "-" if the port is not counted.
@@ -349,7 +359,7 @@ func topName(mark string, p *PortSample) string {
 func ejectedLines(p *PortSample, width int) (lines []string) {
 	for _, o := range p.Ejected {
 		text := "    " + o.AddrPort().String() + "  " + sinceText(o.Cause, o.Since) + ", ejected"
-		lines = append(lines, topLine(width, "", "", "", text))
+		lines = append(lines, topLine(width, "", "", "", p.Traffic.blank(), text))
 	}
 	return lines
 }
@@ -378,7 +388,7 @@ func endpointLines(p *PortSample, width int) (lines []string) {
 			share = percent(e.Rate / whole)
 		}
 		total := units.Thousands(int(e.Total))
-		lines = append(lines, topLine(width, rateText(e.Rate), total, share, endpointText(&e)))
+		lines = append(lines, topLine(width, rateText(e.Rate), total, share, p.Traffic.blank(), endpointText(&e)))
 	}
 	return lines
 }

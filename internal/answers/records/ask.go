@@ -5,6 +5,7 @@ import (
 	"bufio"
 	"context"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"io"
 	"maps"
@@ -30,8 +31,8 @@ type Question struct {
 	Since time.Duration
 	// Failed asks only for failures, Open also for connections that begin, with Follow, which waits for more.
 	Failed, Follow, Open bool
-	// Zones asks for sums by Service and pair of zones, and not for records.
-	Zones bool
+	// Sums asks for sums, and not for records; Zones for sums by Service and pair of zones.
+	Sums, Zones bool
 	// Limit is how many lines are wanted at most, the newest.
 	Limit int
 }
@@ -58,7 +59,7 @@ func (q *Question) parameters() url.Values {
 func (q *Question) query() url.Values {
 	v := q.parameters()
 	v.Set("service", q.Service)
-	if q.Zones {
+	if q.Sums || q.Zones {
 		v.Set("sums", "1")
 	}
 	return v
@@ -99,9 +100,13 @@ func Ask(ctx context.Context, addr netip.AddrPort, q *Question, each func(line [
 		return fmt.Errorf("%s: %w", page, err)
 	}
 	defer resp.Body.Close()
-	if resp.StatusCode != http.StatusOK {
+	switch resp.StatusCode {
+	case http.StatusOK:
+	case http.StatusNotFound:
+		return ErrOff
+	default:
 		text, _ := io.ReadAll(io.LimitReader(resp.Body, 300))
-		return fmt.Errorf("%s", strings.TrimSpace(string(text)))
+		return errors.New(strings.TrimSpace(string(text)))
 	}
 	lines := bufio.NewScanner(resp.Body)
 	for lines.Buffer(nil, maxLine); lines.Scan(); {
@@ -113,6 +118,25 @@ func Ask(ctx context.Context, addr netip.AddrPort, q *Question, each func(line [
 		return nil
 	}
 	return lines.Err()
+}
+
+// ErrOff is the error of a node without records.
+var ErrOff = errors.New("the setting records is off on this node (docs/FLOWS.md)")
+
+// Read asks for what is of one type, for records or for sums, without Follow, and hands on each.
+func Read[T any](ctx context.Context, addr netip.AddrPort, q *Question, each func(*T)) (a flows.Answer, err error) {
+	err = Ask(ctx, addr, q, func(line []byte) error {
+		if a.Started.IsZero() {
+			return json.Unmarshal(line, &a)
+		}
+		var one T
+		err := json.Unmarshal(line, &one)
+		if err == nil {
+			each(&one)
+		}
+		return err
+	})
+	return a, err
 }
 
 // Line is a line of an answer. One of its fields is set.

@@ -43,15 +43,15 @@ func (t *Table) Print(node string, r *flows.Record) {
 	if r.Seconds > 0 {
 		duration = units.Brief(time.Duration(r.Seconds * float64(time.Second)))
 	}
-	t.row(node, clock(r.Time), peer(&r.Client), serviceOf(r.Service, r.Port), peer(&r.Endpoint),
-		units.Bytes(int64(r.Sent.Bytes)), units.Bytes(int64(r.Received.Bytes)), duration, t.end(r))
+	t.row(node, clock(r.Time), Peer(&r.Client), serviceOf(r.Service, r.Port), Peer(&r.Endpoint),
+		units.Bytes(int64(r.Sent.Bytes)), units.Bytes(int64(r.Received.Bytes)), duration, End(t.Printer, r))
 }
 
-// end says how a connection ended.
-func (t *Table) end(r *flows.Record) string {
+// End says how a connection ended.
+func End(p *terminal.Printer, r *flows.Record) string {
 	text := string(r.End)
 	if r.Failure() {
-		text = t.Printer.Paint(terminal.Red, text)
+		text = p.Paint(terminal.Red, text)
 	}
 	var more []string
 	if r.Reason != "" {
@@ -77,8 +77,8 @@ func clock(t time.Time) string { return t.Local().Format("01-02 15:04:05") }
 // serviceOf names the port of a Service.
 func serviceOf(service, port string) string { return strings.TrimSuffix(service+":"+port, ":") }
 
-// peer names a side: its pod, or its address.
-func peer(p *flows.Peer) string {
+// Peer names a side: its pod, or its address.
+func Peer(p *flows.Peer) string {
 	switch name := cmp.Or(p.Pod, p.Workload); {
 	case name != "":
 		return name

@@ -200,6 +200,14 @@ func (m *minute) forget(r *row) {
 	}
 }
 
+// Name is how sums name a peer: by its workload or pod, or else by its prefix or address.
+func (p *Peer) Name() string {
+	if name := p.name(); name != "" {
+		return name
+	}
+	return p.where()
+}
+
 // name is the workload or the pod of a peer; empty for others.
 func (p *Peer) name() string {
 	if p.Workload != "" {

@@ -29,6 +29,8 @@ type Fake struct {
 	Ports []cluster.TopPort
 	// Explanation is what explain prints.
 	Explanation string
+	// Flows, if not nil, says what flows prints on a node.
+	Flows func(node string, argv []string) string
 	// Answers are what other commands print, by their names.
 	Answers map[string]string
 	// Asked counts the commands that were run.
@@ -111,6 +113,10 @@ func (f *Fake) Exec(_ context.Context, _, pod, _ string, argv []string, _ io.Rea
 		return 0, json.NewEncoder(stdout).Encode(map[string]any{"rate": sum, "portCount": len(ports), "ports": ports})
 	case "explain":
 		_, err := io.WriteString(stdout, f.Explanation)
+		return 0, err
+	}
+	if argv[1] == "flows" && f.Flows != nil {
+		_, err := io.WriteString(stdout, f.Flows(strings.TrimPrefix(pod, "verdict-"), argv[1:]))
 		return 0, err
 	}
 	if answer, ok := f.Answers[argv[1]]; ok {

@@ -201,14 +201,14 @@ $("explain").addEventListener("submit", (e) => {
 });
 document.addEventListener("keydown", (e) => {
   if (e.ctrlKey || e.metaKey || e.altKey || $("keys").open) return;
-  if (e.target.matches("input:not([type=checkbox])")) {
+  if (e.target.matches("input:not([type=checkbox]), select")) {
     if (e.key === "Escape") e.target.blur();
     return;
   }
   const keys = {
     "/": () => $("filter").focus(), "e": () => $("explain").pod.focus(), "?": () => $("keys").showModal(),
     "j": () => move(1), "k": () => move(-1), "Enter": () => { if (selected) toggle(selected); },
-    "a": () => $("attention").click(),
+    "a": () => $("attention").click(), "m": () => document.querySelector("#map [tabindex='0']")?.focus(),
     "t": () => {
       const root = document.documentElement, dark = matchMedia("(prefers-color-scheme: dark)").matches;
       root.dataset.theme = (root.dataset.theme || (dark ? "dark" : "light")) === "dark" ? "light" : "dark";
