@@ -128,18 +128,40 @@ func diffStatus(cmd *cobra.Command, run func(cmd *cobra.Command, args []string) 
 
 func newClusterStatus(o *clusterOptions) *cobra.Command {
 	var asJSON bool
+	var again repeating
 	cmd := &cobra.Command{
 		Use:   "status",
 		Short: "Show the sync status of every node, and where nodes differ",
-		Args:  noArgs(""),
+		Long: `Status asks every node for its sync status, and compares what they have programmed. With --wait, it
+exits with 0 once every node answers, is synced (nothing is pending, failing or quarantined) and has
+programmed the same; after --timeout it says which node is not.`,
+		Args: noArgs(""),
 	}
 	addJSON(cmd.Flags(), &asJSON, "print JSON (docs/CLUSTER.md)")
+	again.addFlags(cmd, "every node is")
 	return diffStatus(cmd, o.connected(func(c *cluster.Cluster, _ string, _ []string) (int, error) {
-		r, err := c.Status(cmd.Context())
-		if err != nil {
-			return 0, err
+		if again.wait || again.watch {
+			c.Progress = nil
 		}
-		return r.Code(), inspect.Show(cmd.OutOrStdout(), asJSON, r, r.Print)
+		code := exitSame
+		unsynced, err := again.run(cmd, func(ctx context.Context) (*reading, error) {
+			r, err := c.Status(ctx)
+			if err != nil {
+				return nil, err
+			}
+			code = r.Code()
+			return &reading{r.Unsynced(), r.Steady(), func() error {
+				return inspect.Show(cmd.OutOrStdout(), asJSON, r, r.Print)
+			}}, nil
+		})
+		if unsynced != "" {
+			fmt.Fprintln(terminal.NewPrinter(cmd.ErrOrStderr()), "verdict:", unsynced)
+			code = max(code, exitDiffers)
+		}
+		if again.watch || again.wait && unsynced == "" {
+			code = exitSame
+		}
+		return code, err
 	}))
 }
 

@@ -1,6 +1,7 @@
 package main
 
 import (
+	"context"
 	"errors"
 	"fmt"
 	"net/netip"
@@ -20,6 +21,7 @@ type statusOptions struct {
 	healthz, config string
 	services        []string
 	digests, json   bool
+	repeating
 }
 
 func newStatus() *cobra.Command {
@@ -35,8 +37,13 @@ verdict status" asks all nodes.
 
 It finds the proxy's health server at --healthz-bind-address, else at that of --config, else at
 127.0.0.1:10256. If the proxy does not answer, status reads the settings and ejections in force from
-the kernel, which needs CAP_NET_ADMIN, and exits with status 1.`,
+the kernel, which needs CAP_NET_ADMIN, and exits with status 1.
+
+With --wait, it exits with 0 once the node is synced: all Services are programmed, no change is
+pending, no transaction fails, and the kernel rejects no Service. After --timeout it exits with 1, and
+says why. A proxy that does not answer yet is waited for, too.`,
 		Example: `  verdict status
+  verdict status --wait --timeout 30s
   verdict status -o json --service shop/cart`,
 		Args: noArgs(""),
 		RunE: func(cmd *cobra.Command, _ []string) error { return o.run(cmd) },
@@ -48,6 +55,7 @@ the kernel, which needs CAP_NET_ADMIN, and exits with status 1.`,
 	f.StringVar(&o.config, "config", "", "the proxy's configuration file, which has that address")
 	f.StringSliceVar(&o.services, "service", nil, "add the digest of this Service, NAMESPACE/NAME; may be repeated")
 	f.BoolVar(&o.digests, "digests", false, "add the digests of all Services")
+	o.addFlags(cmd, "this node is")
 	return cmd
 }
 
@@ -56,18 +64,26 @@ func (o *statusOptions) run(cmd *cobra.Command) error {
 	if err != nil {
 		return err
 	}
-	s, err := inspect.LoadStatus(cmd.Context(), addr, o.services, o.digests)
-	if errors.Is(err, syscall.ECONNREFUSED) {
-		err = fmt.Errorf("%w: is verdict run running? If its health server is elsewhere, --healthz-bind-address or --config "+
-			"says where", err)
-	}
-	if err != nil && !o.json {
+	unsynced, err := o.repeating.run(cmd, func(ctx context.Context) (*reading, error) {
+		s, err := inspect.LoadStatus(ctx, addr, o.services, o.digests)
+		if errors.Is(err, syscall.ECONNREFUSED) {
+			err = fmt.Errorf("%w: is verdict run running? If its health server is elsewhere, --healthz-bind-address or "+
+				"--config says where", err)
+		}
+		if err != nil {
+			return nil, err
+		}
+		return &reading{s.Unsynced(), s.Steady(), func() error {
+			return inspect.Show(cmd.OutOrStdout(), o.json, s, func(p *terminal.Printer) { inspect.PrintStatus(p, s) })
+		}}, nil
+	})
+	if err != nil && !o.json && cmd.Context().Err() == nil {
 		return errors.Join(err, printInForce(cmd))
 	}
-	if err != nil {
-		return err
+	if err == nil && unsynced != "" {
+		err = errors.New(unsynced)
 	}
-	return inspect.Show(cmd.OutOrStdout(), o.json, s, func(p *terminal.Printer) { inspect.PrintStatus(p, s) })
+	return err
 }
 
 // printInForce prints what the kernel says is in force, where the proxy does not answer.
