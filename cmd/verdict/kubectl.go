@@ -68,7 +68,7 @@ likewise. The answers of the others are printed all the same.`,
 	f.StringVar(&o.selector, "selector", cluster.DefaultSelector, "label of the DaemonSet's pods")
 	f.DurationVar(&o.timeout, "node-timeout", cluster.DefaultTimeout, "how long one node may take")
 	f.IntVar(&o.parallel, "parallel", cluster.DefaultParallel, "how many nodes are asked at a time")
-	root.AddCommand(newClusterStatus(o), newClusterExplain(o), newClusterCompare(o, "verify"),
+	root.AddCommand(newClusterStatus(o), newClusterServices(o), newClusterExplain(o), newClusterCompare(o, "verify"),
 		newClusterCompare(o, "diff"), newClusterCompare(o, "compare"), newClusterLog(o), newClusterPlan(o),
 		newClusterTop(o), newClusterWait(o), newClusterDashboard(o), newVersion(), newClusterCompletion())
 	setHelp(root)

@@ -148,6 +148,8 @@ func TestServing(t *testing.T) {
 	s.await("started", balancer, healthz+"/readyz", 200, `"healthy":true`)
 	s.await("has an endpoint", balancer, check, 200, "\"localEndpoints\": 1,\n\t\"serviceProxyHealthy\": true")
 	s.pages()
+	s.await("lists its Services", node, "http://127.0.0.1:10256/services", 200,
+		`"service":"shop/web","type":"LoadBalancer","state":"programmed"`)
 	s.counts()
 
 	s.objects(false)

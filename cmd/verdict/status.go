@@ -8,6 +8,7 @@ import (
 	"syscall"
 
 	"github.com/spf13/cobra"
+	"github.com/spf13/pflag"
 
 	"github.com/verdict-proxy/verdict/internal/answers/inspect"
 	"github.com/verdict-proxy/verdict/internal/proxy/backends"
@@ -51,8 +52,7 @@ says why. A proxy that does not answer yet is waited for, too.`,
 	f := cmd.Flags()
 	defer completeServices(cmd, "service")
 	addJSON(f, &o.json, "print JSON (docs/CLUSTER.md)")
-	f.StringVar(&o.healthz, "healthz-bind-address", "", "address of the proxy's health server")
-	f.StringVar(&o.config, "config", "", "the proxy's configuration file, which has that address")
+	o.addProxy(f)
 	f.StringSliceVar(&o.services, "service", nil, "add the digest of this Service, NAMESPACE/NAME; may be repeated")
 	f.BoolVar(&o.digests, "digests", false, "add the digests of all Services")
 	o.addFlags(cmd, "this node is")
@@ -66,12 +66,8 @@ func (o *statusOptions) run(cmd *cobra.Command) error {
 	}
 	unsynced, err := o.repeating.run(cmd, func(ctx context.Context) (*reading, error) {
 		s, err := inspect.LoadStatus(ctx, addr, o.services, o.digests)
-		if errors.Is(err, syscall.ECONNREFUSED) {
-			err = fmt.Errorf("%w: is verdict run running? If its health server is elsewhere, --healthz-bind-address or "+
-				"--config says where", err)
-		}
 		if err != nil {
-			return nil, err
+			return nil, unansweredHint(err)
 		}
 		return &reading{s.Unsynced(), s.Steady(), func() error {
 			return inspect.Show(cmd.OutOrStdout(), o.json, s, func(p *terminal.Printer) { inspect.PrintStatus(p, s) })
@@ -84,6 +80,21 @@ func (o *statusOptions) run(cmd *cobra.Command) error {
 		err = errors.New(unsynced)
 	}
 	return err
+}
+
+// addProxy adds the flags by which address finds the proxy.
+func (o *statusOptions) addProxy(f *pflag.FlagSet) {
+	f.StringVar(&o.healthz, "healthz-bind-address", "", "address of the proxy's health server")
+	f.StringVar(&o.config, "config", "", "the proxy's configuration file, which has that address")
+}
+
+// unansweredHint adds to an error what to do if nobody listens.
+func unansweredHint(err error) error {
+	if !errors.Is(err, syscall.ECONNREFUSED) {
+		return err
+	}
+	return fmt.Errorf("%w: is verdict run running? If its health server is elsewhere, --healthz-bind-address or --config "+
+		"says where", err)
 }
 
 // printInForce prints what the kernel says is in force, where the proxy does not answer.
