@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io"
 	"net/netip"
 	"syscall"
 
@@ -74,7 +75,7 @@ func (o *statusOptions) run(cmd *cobra.Command) error {
 		}}, nil
 	})
 	if err != nil && !o.json && cmd.Context().Err() == nil {
-		return errors.Join(err, printInForce(cmd))
+		return errors.Join(err, printInForce(cmd.Context(), cmd.OutOrStdout()))
 	}
 	if err == nil && unsynced != "" {
 		err = errors.New(unsynced)
@@ -98,20 +99,20 @@ func unansweredHint(err error) error {
 }
 
 // printInForce prints what the kernel says is in force, where the proxy does not answer.
-func printInForce(cmd *cobra.Command) error {
-	i, err := backends.Inspect(cmd.Context(), backends.InspectOptions{})
+func printInForce(ctx context.Context, w io.Writer) error {
+	i, err := backends.Inspect(ctx, backends.InspectOptions{})
 	if err != nil {
 		return err
 	}
 	defer i.Close()
-	if present, err := i.Present(cmd.Context()); err != nil || !present {
+	if present, err := i.Present(ctx); err != nil || !present {
 		return err
 	}
-	settings, err := i.Settings(cmd.Context())
+	settings, err := i.Settings(ctx)
 	if err != nil {
 		return err
 	}
-	p := terminal.NewPrinter(cmd.OutOrStdout())
+	p := terminal.NewPrinter(w)
 	inspect.PrintInForce(p, settings)
 	host, err := preflight.Open()
 	if err != nil {

@@ -8,6 +8,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"strconv"
 	"strings"
 
 	corev1 "k8s.io/api/core/v1"
@@ -31,6 +32,8 @@ type API interface {
 	Pod(ctx context.Context, namespace, name string) (*corev1.Pod, error)
 	Service(ctx context.Context, namespace, name string) (*corev1.Service, error)
 	Slices(ctx context.Context, namespace, service string) (*discoveryv1.EndpointSliceList, error)
+	// Logs returns the last lines of a container's log, or of the one before it started again.
+	Logs(ctx context.Context, namespace, pod, container string, lines int, previous bool) ([]byte, error)
 }
 
 // Executor runs commands in pods.
@@ -144,6 +147,13 @@ func (c *client) Slices(ctx context.Context, namespace, service string) (*discov
 	err := c.get(ctx, inNamespace("/apis/discovery.k8s.io/v1", namespace, "endpointslices"), &list,
 		map[string]string{"labelSelector": selector}, access{"list", "endpointslices.discovery.k8s.io", namespace})
 	return &list, err
+}
+
+func (c *client) Logs(ctx context.Context, namespace, pod, container string, lines int, previous bool) ([]byte, error) {
+	text, err := c.rest.Get().AbsPath(inNamespace("/api/v1", namespace, "pods"), pod, "log").
+		Param("container", container).Param("tailLines", strconv.Itoa(lines)).
+		Param("limitBytes", strconv.Itoa(maxLog)).Param("previous", strconv.FormatBool(previous)).DoRaw(ctx)
+	return text, access{"get", "pods/log", namespace}.explain(err)
 }
 
 // Exec implements Executor, by WebSockets if the server can, else by SPDY.

@@ -50,6 +50,9 @@ func newServer(t *testing.T) *client {
 		_ = c.WriteMessage(websocket.CloseMessage, websocket.FormatCloseMessage(websocket.CloseNormalClosure, ""))
 		_, _, _ = c.ReadMessage() // until the client closes
 	})
+	mux.HandleFunc("GET /api/v1/namespaces/kube-system/pods/p/log", func(w http.ResponseWriter, r *http.Request) {
+		fmt.Fprint(w, r.URL.RawQuery)
+	})
 	mux.HandleFunc("/api/v1/namespaces/kube-system/pods/secret/exec", func(w http.ResponseWriter, _ *http.Request) {
 		w.Header().Set("Content-Type", "application/json")
 		w.WriteHeader(http.StatusForbidden)
@@ -96,6 +99,10 @@ func TestClient(t *testing.T) {
 		if err != nil || got != code || out.String() != "some words in verdict" || errs.String() != "to stderr" {
 			t.Errorf("%s: %d %v, %q and %q", argv, got, err, out.String(), errs.String())
 		}
+	}
+	log, err := c.Logs(t.Context(), "kube-system", "p", "verdict", 7, true)
+	if err != nil || string(log) != "container=verdict&limitBytes=8388608&previous=true&tailLines=7" {
+		t.Errorf("log: %v %q", err, log)
 	}
 	var out strings.Builder
 	input := strings.Repeat("x", 100000)

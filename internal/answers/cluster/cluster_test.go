@@ -82,6 +82,13 @@ func (f *fake) Slices(context.Context, string, string) (*discoveryv1.EndpointSli
 	return &f.slices, nil
 }
 
+func (f *fake) Logs(_ context.Context, _, pod, _ string, lines int, previous bool) ([]byte, error) {
+	if previous {
+		return nil, errors.New("previous terminated container not found")
+	}
+	return fmt.Appendf(nil, "the last %d lines of %s\n", lines, pod), f.may("get", "pods/log")
+}
+
 func (f *fake) Exec(ctx context.Context, namespace, pod, container string, argv []string, stdin io.Reader,
 	stdout, _ io.Writer) (int, error) {
 	if err := f.may("create", "pods/exec"); err != nil {

@@ -30,7 +30,7 @@ func LoadServices(ctx context.Context, addr netip.AddrPort, asked ServicesAsked)
 	all := &status.Services{Services: []status.Service{}}
 	for {
 		var page status.Services
-		err := askProxy(ctx, addr, "/services?"+query.Encode(), func(r io.Reader) error {
+		err := AskProxy(ctx, addr, "/services?"+query.Encode(), func(r io.Reader) error {
 			return json.NewDecoder(r).Decode(&page)
 		})
 		if err != nil {

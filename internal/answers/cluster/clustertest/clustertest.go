@@ -86,6 +86,11 @@ func (f *Fake) Slices(context.Context, string, string) (*discoveryv1.EndpointSli
 		Name: "cart-1", Namespace: "shop", Labels: map[string]string{discoveryv1.LabelServiceName: "cart"}}}}}, nil
 }
 
+// Logs implements cluster.API: there are none.
+func (f *Fake) Logs(context.Context, string, string, string, int, bool) ([]byte, error) {
+	return nil, nil
+}
+
 // Exec implements cluster.Executor.
 func (f *Fake) Exec(_ context.Context, _, pod, _ string, argv []string, _ io.Reader, stdout, _ io.Writer,
 ) (int, error) {
