@@ -70,7 +70,7 @@ likewise. The answers of the others are printed all the same.`,
 	f.IntVar(&o.parallel, "parallel", cluster.DefaultParallel, "how many nodes are asked at a time")
 	root.AddCommand(newClusterStatus(o), newClusterServices(o), newClusterExplain(o), newClusterCompare(o, "verify"),
 		newClusterCompare(o, "diff"), newClusterCompare(o, "compare"), newClusterLog(o), newClusterPlan(o),
-		newClusterTop(o), newClusterBundle(o), newClusterWait(o), newClusterDashboard(o), newVersion(),
+		newClusterTop(o), newClusterBundle(o), newClusterTest(o), newClusterWait(o), newClusterDashboard(o), newVersion(),
 		newClusterCompletion())
 	setHelp(root)
 	completeWords(root)

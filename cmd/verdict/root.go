@@ -95,7 +95,7 @@ verify, compare and plan: 0 equal, 1 different, 2 error.`,
 		SilenceErrors: true,
 	}
 	root.AddCommand(newDemo(), newRun(), newRender(), newExplain(), newDiff(), newPlan(), newComparePackets(), newVerify(),
-		newTop(), newStatus(), newServices(), newBundle(),
+		newTop(), newStatus(), newServices(), newBundle(), newProbe(),
 		newLedgerLog(), newCleanup(), newTakeover(), newCollect(), newBench(), newVersion())
 	setHelp(root)
 	completeWords(root)

@@ -9,13 +9,13 @@ import (
 // budget is how many lines of Go each wing of the product may have, without tests. To raise a number is a decision: say
 // in the commit what the lines are for, and what they replace.
 var budget = map[string]int{
-	"cmd":              4_500,
+	"cmd":              4_600,
 	"nft":              18_670,
 	"ipvsplugin":       3_300,
 	"sync":             14_500,
 	"internal/system":  5_850,
 	"internal/proxy":   22_850,
-	"internal/answers": 12_450,
+	"internal/answers": 13_500,
 	"internal/lab":     7_000,
 }
 

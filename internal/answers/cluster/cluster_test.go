@@ -27,10 +27,11 @@ import (
 
 // fake is a cluster whose nodes answer what the test says.
 type fake struct {
-	nodes  []corev1.Node
-	pods   []corev1.Pod
-	svc    *corev1.Service
-	slices discoveryv1.EndpointSliceList
+	Objects // none
+	nodes   []corev1.Node
+	pods    []corev1.Pod
+	svc     *corev1.Service
+	slices  discoveryv1.EndpointSliceList
 	// forbidden are requests that are refused, as "list nodes".
 	forbidden []string
 	// answer is called for a command on a node.

@@ -23,6 +23,8 @@ import (
 
 // Fake is a cluster. Its fields may not change while it is asked.
 type Fake struct {
+	// Objects creates and removes; nil if a test does not.
+	cluster.Objects
 	// Statuses are the answers of the nodes by name; nil is a node that does not answer.
 	Statuses map[string]*status.Status
 	// Ports are what every node counts. Endpoints are shown if their Service is asked for.
