@@ -181,6 +181,8 @@ func TestServing(t *testing.T) {
 	}
 	s.await("after a crash", balancer, healthz+"/readyz", 200, `"healthy":true`)
 	s.await("after a crash", balancer, check, 200, `"localEndpoints": 1`)
+	s.await("after a crash", node, "http://127.0.0.1:10256/services", 200,
+		`"service":"shop/web","type":"LoadBalancer","state":"programmed"`)
 	if v := s.metric(`verdict_start_info{how="adopted"}`); v != 1 {
 		t.Errorf("after a crash: adopted %v", v)
 	}

@@ -39,10 +39,10 @@ type BoardOptions struct {
 	Quarantined, Unscheduled func() []reconcile.Quarantined
 }
 
-// onBoard is one Service: as the API has it, with how many endpoints, and as it is programmed. Either may be nil.
+// onBoard is one Service: as the API has it, with its slices, and as it is programmed. Either may be nil.
 type onBoard struct {
 	object     *snapshot.Service
-	endpoints  int
+	slices     []*snapshot.Slice
 	programmed *dataplane.Service
 }
 
@@ -69,10 +69,7 @@ func (b *Board) inSync(s reconcile.InSync) {
 	clear(b.failed)
 	for _, n := range s.Change.Services {
 		e := b.services[n]
-		e.object = s.Snapshot.Services[n]
-		if e.endpoints = 0; e.object != nil {
-			e.endpoints = countEndpoints(s.Snapshot.Slices[n])
-		}
+		e.object, e.slices = s.Snapshot.Services[n], slices.Collect(maps.Values(s.Snapshot.Slices[n]))
 		b.put(n, e)
 	}
 }
@@ -123,12 +120,7 @@ func (b *Board) put(n snapshot.Name, e onBoard) {
 }
 
 // countEndpoints counts the addresses in slices.
-func countEndpoints(of map[string]*snapshot.Slice) int {
-	if len(of) == 1 { // most have one, in which addresses are unique
-		for _, sl := range of {
-			return len(sl.Endpoints)
-		}
-	}
+func countEndpoints(of []*snapshot.Slice) int {
 	seen := map[netip.Addr]bool{}
 	for _, sl := range of {
 		for i := range sl.Endpoints {
@@ -220,7 +212,7 @@ func (b *Board) view() *boardView {
 // service describes a Service.
 func (v *boardView) service(n snapshot.Name) Service {
 	e := v.services[n]
-	s := Service{Service: n.String(), State: Programmed, Endpoints: e.endpoints}
+	s := Service{Service: n.String(), State: Programmed, Endpoints: countEndpoints(e.slices)}
 	s.addresses(e.object)
 	s.ports(e.programmed, v.backend)
 	s.judge(e.programmed)

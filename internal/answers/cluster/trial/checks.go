@@ -10,6 +10,7 @@ import (
 	"slices"
 	"strconv"
 	"strings"
+	"syscall"
 	"time"
 
 	"golang.org/x/sync/errgroup"
@@ -165,8 +166,20 @@ func (t *trial) tryAll(ctx context.Context) {
 	}
 	_ = group.Wait() // none returns an error
 	for i := range results {
-		if t.report.Results = append(t.report.Results, results[i]...); problems[i] != nil {
+		if problems[i] != nil {
 			t.fails("node %s: %v", t.places[i/2].name, problems[i])
+		}
+		for n := range results[i] {
+			r := &results[i][n]
+			if r.Case != externalIP || !strings.HasSuffix(r.Why, syscall.ENETUNREACH.Error()) {
+				t.report.Results = append(t.report.Results, *r)
+				continue
+			}
+			why := fmt.Sprintf("%s in %s: a pod or node has no route to it, so its packets do not get as far as Verdict",
+				externalIP, r.Family)
+			if !slices.Contains(t.report.Skipped, why) {
+				t.report.Skipped = append(t.report.Skipped, why)
+			}
 		}
 	}
 }

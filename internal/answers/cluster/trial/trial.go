@@ -180,7 +180,7 @@ func (t *trial) create(ctx context.Context, image string) error {
 			continue
 		}
 		if err != nil {
-			return fmt.Errorf("Service %s: %w", kind, err)
+			return fmt.Errorf("create Service %s: %w", kind, err)
 		}
 		svc, err := t.API.Service(ctx, t.o.Namespace, kind)
 		if err != nil {
@@ -343,11 +343,8 @@ func (t *trial) listed(ctx context.Context) (bool, error) {
 }
 
 func hasFamily(svc *corev1.Service, ip string) bool {
-	family := corev1.IPv4Protocol
-	if strings.Contains(ip, ":") {
-		family = corev1.IPv6Protocol
-	}
-	return slices.Contains(svc.Spec.IPFamilies, family)
+	f, ok := familyOf(ip)
+	return ok && slices.Contains(svc.Spec.IPFamilies, corev1.IPFamily(f.String()))
 }
 
 // balanced waits for the address of a load balancer, if there is to be one.

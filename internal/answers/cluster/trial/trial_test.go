@@ -338,6 +338,23 @@ func testTrialFailures(t *testing.T) {
 	}
 }
 
+// TestTrialUnroutable: where nobody has a route to an external IP, it is not tried.
+func TestTrialUnroutable(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		f := &fake{nodes: 1}
+		f.breaks = func(_, _ string, d probe.Dial, a *probe.Answer) {
+			if at := netip.MustParseAddrPort(d.Address); at.Addr().Is6() && f.kindOf(at) == externalIP {
+				*a = probe.Answer{Errors: slices.Repeat([]string{"connect: network is unreachable"}, d.Times)}
+			}
+		}
+		r, err := f.run(t.Context(), Options{})
+		if err != nil || r.Code() != 0 || len(r.Skipped) != 1 ||
+			!strings.HasPrefix(r.Skipped[0], "external-ip in IPv6: a pod or node has no route") {
+			t.Errorf("%v\n%s", err, said(r))
+		}
+	})
+}
+
 // TestTrialStuck: a node whose pods do not start is named, and the others are tried.
 func TestTrialStuck(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
