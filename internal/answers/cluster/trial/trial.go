@@ -3,6 +3,7 @@
 package trial
 
 import (
+	"cmp"
 	"context"
 	"crypto/rand"
 	"errors"
@@ -377,32 +378,42 @@ func (t *trial) remove(ctx context.Context, run string) {
 	clean, cancel := context.WithTimeout(context.WithoutCancel(ctx), cleanupTime)
 	defer cancel()
 	path := "/api/v1/namespaces/" + t.o.Namespace
-	read := func() (there bool, err error) {
+	there := false
+	read := func() (err error) {
 		var n corev1.Namespace
 		err = t.API.Read(clean, path, &n)
-		return err == nil && n.Labels[runLabel] == run, err
+		there = err == nil && n.Labels[runLabel] == run
+		return err
 	}
-	there, err := read()
+	err := persist(clean, read)
 	switch {
-	case err == nil && !there || apierrors.IsNotFound(err): // not made, or not by us
+	case err == nil && !there: // not made, or not by us
 		return
 	case t.o.Keep:
 		t.report.Left = kept
 		return
 	case err == nil:
 		t.o.Say("removing namespace " + t.o.Namespace)
-		err = t.API.Remove(clean, path)
+		err = persist(clean, func() error { return t.API.Remove(clean, path) })
 	}
 	if err == nil && ctx.Err() == nil {
 		err = poll(clean, func() (bool, error) {
-			there, err := read()
-			if apierrors.IsNotFound(err) {
-				return true, nil
-			}
+			err := persist(clean, read)
 			return !there, err
 		})
 	}
 	if err != nil {
 		t.report.Left = err.Error()
 	}
+}
+
+// persist tries until it succeeds, nothing is there, or trying again does not help.
+func persist(ctx context.Context, do func() error) (err error) {
+	over := poll(ctx, func() (bool, error) {
+		if err = do(); apierrors.IsNotFound(err) {
+			err = nil
+		}
+		return err == nil || apierrors.IsForbidden(err) || apierrors.IsUnauthorized(err), nil
+	})
+	return cmp.Or(err, over)
 }

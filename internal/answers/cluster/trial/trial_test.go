@@ -46,6 +46,8 @@ type fake struct {
 	mu sync.Mutex
 	// accounts counts pods; the first come before there is a ServiceAccount.
 	accounts int
+	// tries counts removals, of which the first fails.
+	tries    int
 	spaces   map[string]*corev1.Namespace
 	pods     []corev1.Pod
 	services []corev1.Service
@@ -156,6 +158,9 @@ func (f *fake) Read(_ context.Context, path string, into any) error {
 func (f *fake) Remove(_ context.Context, path string) error {
 	f.mu.Lock()
 	defer f.mu.Unlock()
+	if f.tries++; f.tries == 1 {
+		return apierrors.NewInternalError(errors.New("etcd has no leader"))
+	}
 	f.removed = append(f.removed, path)
 	delete(f.spaces, path[strings.LastIndexByte(path, '/')+1:])
 	return nil
