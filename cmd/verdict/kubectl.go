@@ -49,7 +49,7 @@ func newKubectlWith(
 		Long: `Kubectl verdict asks the proxies of all nodes: it finds the pods of Verdict's DaemonSet and runs
 verdict in them, with your own rights. That takes the rights to list nodes and pods, and to create
 pods/exec in the namespace of the DaemonSet; explain and wait also read pods, Services and
-EndpointSlices (docs/CLUSTER.md).
+EndpointSlices, bundle reads logs, and test creates and removes a namespace (docs/CLUSTER.md).
 
 Exit status of status, verify, diff, compare and wait: 0 all nodes are in order, 1 one is not, 2 something
 went wrong or a node could not be asked; of plan: 0 nothing changes for packets, 1 something does, 2

@@ -46,7 +46,8 @@ func podObject(role string, place int, node, image string) *corev1.Pod {
 		Spec: corev1.PodSpec{NodeName: node, HostNetwork: role == onNode, AutomountServiceAccountToken: &no,
 			EnableServiceLinks: &no, TerminationGracePeriodSeconds: &grace,
 			Tolerations: []corev1.Toleration{{Operator: corev1.TolerationOpExists}},
-			Containers: []corev1.Container{{Name: containerOf, Image: image, Args: []string{"probe", "serve"},
+			Containers: []corev1.Container{{Name: containerOf, Image: image, ImagePullPolicy: corev1.PullIfNotPresent,
+				Args: []string{"probe", "serve"},
 				SecurityContext: &corev1.SecurityContext{RunAsNonRoot: &yes, RunAsUser: &user, AllowPrivilegeEscalation: &no,
 					ReadOnlyRootFilesystem: &yes, Capabilities: &corev1.Capabilities{Drop: []corev1.Capability{"ALL"}},
 					SeccompProfile: &corev1.SeccompProfile{Type: corev1.SeccompProfileTypeRuntimeDefault}}}}}}
