@@ -36,21 +36,23 @@ type Archive struct {
 	// missing says what is not in the archive, and why.
 	missing []string
 	now     time.Time
+	// most is maxFile, but for tests.
+	most int
 }
 
 // New begins an archive.
 func New(w io.Writer, noAddresses bool) *Archive {
-	a := &Archive{zip: gzip.NewWriter(w), now: time.Now()}
+	a := &Archive{zip: gzip.NewWriter(w), now: time.Now(), most: maxFile}
 	if a.tar = tar.NewWriter(a.zip); noAddresses {
 		a.addresses = newAddresses()
 	}
 	return a
 }
 
-// Add adds a file of at most maxFile bytes, without secrets.
+// Add adds a file, cut at maxFile bytes, without secrets.
 func (a *Archive) Add(name string, text []byte) error {
-	if len(text) > maxFile {
-		text = fmt.Appendf(text[:maxFile:maxFile], "\n[cut after %d MiB]\n", maxFile>>20)
+	if len(text) > a.most {
+		text = fmt.Appendf(text[:a.most:a.most], "\n[cut after %d KiB]\n", a.most>>10)
 	}
 	return a.add(name, withoutSecrets(text))
 }
@@ -79,7 +81,7 @@ func (a *Archive) Missing() []string { return a.missing }
 // AddParts adds files below a directory, one after another.
 func (a *Archive) AddParts(ctx context.Context, dir string, parts []Part) error {
 	for _, p := range parts {
-		b := &bounded{}
+		b := &bounded{most: a.most}
 		err := p.Write(ctx, b)
 		if err != nil && !errors.Is(err, errFull) {
 			a.Lacks(path.Join(dir, p.Name), err)
@@ -134,10 +136,13 @@ func (a *Archive) Close() error {
 var errFull = errors.New("the file is full")
 
 // bounded keeps a little more than fits into a file.
-type bounded struct{ bytes.Buffer }
+type bounded struct {
+	bytes.Buffer
+	most int
+}
 
 func (b *bounded) Write(p []byte) (int, error) {
-	if b.Len() > maxFile {
+	if b.Len() > b.most {
 		return 0, errFull
 	}
 	return b.Buffer.Write(p)
