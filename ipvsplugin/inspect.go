@@ -3,6 +3,8 @@ package ipvsplugin
 import (
 	"context"
 	"fmt"
+	"io"
+	"net/netip"
 
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 	"github.com/verdict-proxy/verdict/sync/reconcile"
@@ -85,6 +87,30 @@ func (i *Inspector) Differences(ctx context.Context, wanted *dataplane.State) (*
 		}
 	}
 	return d, nil
+}
+
+// Print implements reconcile.Inspector: IPVS as ipvsadm -Sn lists it, with the connections that it has.
+func (i *Inspector) Print(ctx context.Context, w io.Writer) error {
+	if err := i.Inspector.Print(ctx, w); err != nil {
+		return err
+	}
+	services, err := ReadStatistics()
+	if err != nil {
+		return err
+	}
+	for _, s := range services {
+		name := option(s.Key.Protocol) + " " + netip.AddrPortFrom(s.Key.Addr, s.Key.Port).String()
+		if _, err := fmt.Fprintf(w, "-A %s -s %s\n", name, s.Config); err != nil {
+			return err
+		}
+		for _, d := range s.Destinations {
+			if _, err := fmt.Fprintf(w, "-a %s -r %s -m -w %d # %d active, %d inactive\n", name, d.AddrPort, d.Weight, d.Active,
+				d.Inactive); err != nil {
+				return err
+			}
+		}
+	}
+	return nil
 }
 
 // Counters implements reconcile.Inspector.

@@ -93,13 +93,16 @@ func TestLeadingTo(t *testing.T) {
 func TestKubectlJSON(t *testing.T) {
 	f := &clustertest.Fake{Statuses: map[string]*status.Status{"node-1": {Node: "node-1"}, "node-2": nil},
 		Explanation: `{"packet":{}}`, Answers: map[string]string{"verify": `{"same":true}`, "diff": `{"same":true}`,
-			"compare": `{"result":{}}`, "log": `{"number":1}`}}
+			"compare": `{"result":{}}`, "log": `{"number":1}`,
+			"services": `{"services":[{"service":"shop/cart","state":"refuses","usable":0}]}`}}
 	run := func(args ...string) (string, error) {
 		return commandOf(newKubectlWith(func(string, string) (cluster.API, cluster.Executor, string, error) {
 			return f, f, "default", nil
 		}), args...)
 	}
-	for _, args := range []string{"status", "explain web-0 shop/cart", "explain --to web-0", "verify", "diff", "compare",
+	for _, args := range []string{"status", "services shop/cart",
+		"explain web-0 shop/cart", "explain --to web-0", "verify", "diff",
+		"compare",
 		"top --interval 100ms", "wait shop/cart --timeout 1s", "log node-1", "version"} {
 		out, _ := run(append(strings.Fields(args), "-o", "json")...)
 		var v any
@@ -133,7 +136,7 @@ func TestKubectlJSON(t *testing.T) {
 // TestJSONEverywhere: every command that prints a result has -o json. Others print rules, or run until they are told to
 // stop.
 func TestJSONEverywhere(t *testing.T) {
-	none := []string{"completion", "help", "run", "collect", "demo", "render", "dashboard", "plan"}
+	none := []string{"completion", "help", "run", "collect", "demo", "render", "dashboard", "plan", "serve", "dial"}
 	for _, root := range []*cobra.Command{newRoot(), newKubectl()} {
 		var walk func(cmd *cobra.Command)
 		walk = func(cmd *cobra.Command) {

@@ -217,31 +217,42 @@ func flagError(cmd *cobra.Command, err error) error {
 // addJSON adds --json, and -o json, which means the same.
 func addJSON(fs *pflag.FlagSet, on *bool, usage string) {
 	fs.BoolVar(on, "json", false, usage)
-	fs.VarPF(outputFormat{on}, "output", "o", "text or json; json is the same as --json")
+	fs.VarPF(outputFormat{json: on}, "output", "o", "text or json; json is the same as --json")
 }
 
-// outputFormat is the value of -o.
-type outputFormat struct{ json *bool }
+// outputFormat is the value of -o. Wide is nil where there is no such format.
+type outputFormat struct{ json, wide *bool }
 
 // String is for pflag.
 func (o outputFormat) String() string {
-	if o.json != nil && *o.json {
+	switch {
+	case o.json != nil && *o.json:
 		return "json"
+	case o.wide != nil && *o.wide:
+		return "wide"
 	}
 	return "text"
 }
 
 // Type is for pflag.
-func (outputFormat) Type() string { return "text|json" }
+func (o outputFormat) Type() string {
+	if o.wide != nil {
+		return "text|json|wide"
+	}
+	return "text|json"
+}
 
 // Set is for pflag.
 func (o outputFormat) Set(text string) error {
-	switch text {
-	case "json", "text":
+	switch {
+	case o.wide != nil && text == "wide":
+		*o.wide, *o.json = true, false
+		return nil
+	case text == "json" || text == "text":
 		*o.json = text == "json"
 		return nil
 	}
-	return fmt.Errorf("%q is neither text nor json", text)
+	return fmt.Errorf("%q is neither %s", text, strings.ReplaceAll(o.Type(), "|", " nor "))
 }
 
 // onlyCommands makes a command one that only holds others: one that does not exist is an error.

@@ -49,7 +49,7 @@ func newKubectlWith(
 		Long: `Kubectl verdict asks the proxies of all nodes: it finds the pods of Verdict's DaemonSet and runs
 verdict in them, with your own rights. That takes the rights to list nodes and pods, and to create
 pods/exec in the namespace of the DaemonSet; explain and wait also read pods, Services and
-EndpointSlices (docs/CLUSTER.md).
+EndpointSlices, bundle reads logs, and test creates and removes a namespace (docs/CLUSTER.md).
 
 Exit status of status, verify, diff, compare and wait: 0 all nodes are in order, 1 one is not, 2 something
 went wrong or a node could not be asked; of plan: 0 nothing changes for packets, 1 something does, 2
@@ -68,9 +68,10 @@ likewise. The answers of the others are printed all the same.`,
 	f.StringVar(&o.selector, "selector", cluster.DefaultSelector, "label of the DaemonSet's pods")
 	f.DurationVar(&o.timeout, "node-timeout", cluster.DefaultTimeout, "how long one node may take")
 	f.IntVar(&o.parallel, "parallel", cluster.DefaultParallel, "how many nodes are asked at a time")
-	root.AddCommand(newClusterStatus(o), newClusterExplain(o), newClusterCompare(o, "verify"),
+	root.AddCommand(newClusterStatus(o), newClusterServices(o), newClusterExplain(o), newClusterCompare(o, "verify"),
 		newClusterCompare(o, "diff"), newClusterCompare(o, "compare"), newClusterLog(o), newClusterPlan(o),
-		newClusterTop(o), newClusterFlows(o), newClusterWait(o), newClusterDashboard(o), newVersion(), newClusterCompletion())
+		newClusterTop(o), newClusterFlows(o), newClusterBundle(o), newClusterTest(o), newClusterWait(o),
+		newClusterDashboard(o), newVersion(), newClusterCompletion())
 	setHelp(root)
 	completeWords(root)
 	return root
@@ -128,18 +129,40 @@ func diffStatus(cmd *cobra.Command, run func(cmd *cobra.Command, args []string) 
 
 func newClusterStatus(o *clusterOptions) *cobra.Command {
 	var asJSON bool
+	var again repeating
 	cmd := &cobra.Command{
 		Use:   "status",
 		Short: "Show the sync status of every node, and where nodes differ",
-		Args:  noArgs(""),
+		Long: `Status asks every node for its sync status, and compares what they have programmed. With --wait, it
+exits with 0 once every node answers, is synced (nothing is pending, failing or quarantined) and has
+programmed the same; after --timeout it says which node is not.`,
+		Args: noArgs(""),
 	}
 	addJSON(cmd.Flags(), &asJSON, "print JSON (docs/CLUSTER.md)")
+	again.addFlags(cmd, "every node is")
 	return diffStatus(cmd, o.connected(func(c *cluster.Cluster, _ string, _ []string) (int, error) {
-		r, err := c.Status(cmd.Context())
-		if err != nil {
-			return 0, err
+		if again.wait || again.watch {
+			c.Progress = nil
 		}
-		return r.Code(), inspect.Show(cmd.OutOrStdout(), asJSON, r, r.Print)
+		code := exitSame
+		unsynced, err := again.run(cmd, func(ctx context.Context) (*reading, error) {
+			r, err := c.Status(ctx)
+			if err != nil {
+				return nil, err
+			}
+			code = r.Code()
+			return &reading{r.Unsynced(), r.Steady(), func() error {
+				return inspect.Show(cmd.OutOrStdout(), asJSON, r, r.Print)
+			}}, nil
+		})
+		if unsynced != "" {
+			fmt.Fprintln(terminal.NewPrinter(cmd.ErrOrStderr()), "verdict:", unsynced)
+			code = max(code, exitDiffers)
+		}
+		if again.watch || again.wait && unsynced == "" {
+			code = exitSame
+		}
+		return code, err
 	}))
 }
 

@@ -30,6 +30,7 @@ func TestKubectlTrouble(t *testing.T) {
 	}
 	for args, want := range map[string]string{
 		"status": "exit status 2", "verify": "exit status 2", "diff --all": "exit status 2", "top": "exit status 2",
+		"bundle":   "exit status 2",
 		"wait a/b": "exit status 2", "plan --delete-object Service/a/b": "exit status 2",
 		"explain a b": "no cluster", "explain --to a": "no cluster",
 		"explain a": "accepts 2 arg(s), received 1", "wait": "accepts 1 arg(s), received 0",

@@ -76,6 +76,8 @@ with them. The tables are called "verdict"; "nft list table ip verdict" shows on
   verdict top                       show the connections per second of Services, live
   verdict status                    show this node's sync status
   verdict flows                     show who connected to Services on this node, and how it ended
+  verdict services                  list the Services of this node, the worst first
+  verdict bundle                    write an archive for a bug report
   verdict log                       list what was written on this node, when and why
   verdict cleanup                   remove everything that Verdict wrote on this node
   verdict takeover                  remove what a kube-proxy left on this node, as run does
@@ -94,8 +96,8 @@ verify, compare and plan: 0 equal, 1 different, 2 error.`,
 		SilenceErrors: true,
 	}
 	root.AddCommand(newDemo(), newRun(), newRender(), newExplain(), newDiff(), newPlan(), newComparePackets(), newVerify(),
-		newTop(), newStatus(), newFlows(), newLedgerLog(),
-		newCleanup(), newTakeover(), newCollect(), newBench(), newVersion())
+		newTop(), newStatus(), newServices(), newFlows(), newBundle(), newProbe(),
+		newLedgerLog(), newCleanup(), newTakeover(), newCollect(), newBench(), newVersion())
 	setHelp(root)
 	completeWords(root)
 	return root

@@ -1,8 +1,11 @@
 package main
 
 import (
+	"archive/tar"
 	"bytes"
+	"compress/gzip"
 	"context"
+	"errors"
 	"fmt"
 	"io"
 	"net"
@@ -144,7 +147,10 @@ func TestServing(t *testing.T) {
 	s.await("started", balancer, healthz+"/readyz", 200, `"healthy":true`)
 	s.await("has an endpoint", balancer, check, 200, "\"localEndpoints\": 1,\n\t\"serviceProxyHealthy\": true")
 	s.pages()
+	s.await("lists its Services", node, "http://127.0.0.1:10256/services", 200,
+		`"service":"shop/web","type":"LoadBalancer","state":"programmed"`)
 	s.counts()
+	s.bundled()
 
 	s.objects(false)
 	s.await("drains", balancer, check, 503, `"localEndpoints": 0`)
@@ -165,6 +171,8 @@ func TestServing(t *testing.T) {
 		s.said)
 	s.await("after a crash", balancer, healthz+"/readyz", 200, `"healthy":true`)
 	s.await("after a crash", balancer, check, 200, `"localEndpoints": 1`)
+	s.await("after a crash", node, "http://127.0.0.1:10256/services", 200,
+		`"service":"shop/web","type":"LoadBalancer","state":"programmed"`)
 	if v := s.metric(`verdict_start_info{how="adopted"}`); v != 1 {
 		t.Errorf("after a crash: adopted %v", v)
 	}
@@ -235,6 +243,41 @@ func (s *shown) counts() {
 		`kubeproxy_sync_proxy_rules_last_queued_timestamp_seconds{ip_family="IPv4"}`} {
 		if got := s.metric(series); got <= 0 {
 			s.t.Errorf("%s is %v", series, got)
+		}
+	}
+}
+
+// bundled: an archive about the node has its tables, the flows by Service, and what the proxy says.
+func (s *shown) bundled() {
+	s.t.Helper()
+	file := filepath.Join(s.t.TempDir(), "bundle.tar.gz")
+	labtest.Check(s.t, s.cluster.Node.Do(func() error {
+		_, err := command("bundle", "-o", file)
+		return err
+	}))
+	packed, err := os.Open(file)
+	labtest.Check(s.t, err)
+	defer packed.Close()
+	zip, err := gzip.NewReader(packed)
+	labtest.Check(s.t, err)
+	files := map[string]string{}
+	for r := tar.NewReader(zip); ; {
+		h, err := r.Next()
+		if errors.Is(err, io.EOF) {
+			break
+		}
+		labtest.Check(s.t, err)
+		text, err := io.ReadAll(r)
+		labtest.Check(s.t, err)
+		files[h.Name] = string(text)
+	}
+	for name, want := range map[string]string{"tables.txt": "table ip verdict {", "flows.txt": "shop/web",
+		"config.json": "kubeproxy.config.k8s.io", "status.json": `"digests":[{"service":"shop/web"`,
+		"services.json": `"service": "shop/web"`, "verify.json": `"same": true`, "version.json": `"nftables"`,
+		"in-force.txt": "--cluster-cidr", "metrics.txt": "verdict_ready 1", "programs.txt": "Linux version",
+		"outliers.json": "{", "slow-starts.json": "{", "missing.txt": "ledger.jsonl: there is no ledger"} {
+		if !strings.Contains(files[name], want) {
+			s.t.Errorf("%s does not have %q, but\n%.2000s", name, want, files[name])
 		}
 	}
 }

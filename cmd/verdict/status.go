@@ -1,12 +1,15 @@
 package main
 
 import (
+	"context"
 	"errors"
 	"fmt"
+	"io"
 	"net/netip"
 	"syscall"
 
 	"github.com/spf13/cobra"
+	"github.com/spf13/pflag"
 
 	"github.com/verdict-proxy/verdict/internal/answers/inspect"
 	"github.com/verdict-proxy/verdict/internal/proxy/backends"
@@ -20,6 +23,7 @@ type statusOptions struct {
 	healthz, config string
 	services        []string
 	digests, json   bool
+	repeating
 }
 
 func newStatus() *cobra.Command {
@@ -35,8 +39,13 @@ verdict status" asks all nodes.
 
 It finds the proxy's health server at --healthz-bind-address, else at that of --config, else at
 127.0.0.1:10256. If the proxy does not answer, status reads the settings and ejections in force from
-the kernel, which needs CAP_NET_ADMIN, and exits with status 1.`,
+the kernel, which needs CAP_NET_ADMIN, and exits with status 1.
+
+With --wait, it exits with 0 once the node is synced: all Services are programmed, no change is
+pending, no transaction fails, and the kernel rejects no Service. After --timeout it exits with 1, and
+says why. A proxy that does not answer yet is waited for, too.`,
 		Example: `  verdict status
+  verdict status --wait --timeout 30s
   verdict status -o json --service shop/cart`,
 		Args: noArgs(""),
 		RunE: func(cmd *cobra.Command, _ []string) error { return o.run(cmd) },
@@ -44,10 +53,10 @@ the kernel, which needs CAP_NET_ADMIN, and exits with status 1.`,
 	f := cmd.Flags()
 	defer completeServices(cmd, "service")
 	addJSON(f, &o.json, "print JSON (docs/CLUSTER.md)")
-	f.StringVar(&o.healthz, "healthz-bind-address", "", "address of the proxy's health server")
-	f.StringVar(&o.config, "config", "", "the proxy's configuration file, which has that address")
+	o.addProxy(f)
 	f.StringSliceVar(&o.services, "service", nil, "add the digest of this Service, NAMESPACE/NAME; may be repeated")
 	f.BoolVar(&o.digests, "digests", false, "add the digests of all Services")
+	o.addFlags(cmd, "this node is")
 	return cmd
 }
 
@@ -56,35 +65,54 @@ func (o *statusOptions) run(cmd *cobra.Command) error {
 	if err != nil {
 		return err
 	}
-	s, err := inspect.LoadStatus(cmd.Context(), addr, o.services, o.digests)
-	if errors.Is(err, syscall.ECONNREFUSED) {
-		err = fmt.Errorf("%w: is verdict run running? If its health server is elsewhere, --healthz-bind-address or --config "+
-			"says where", err)
+	unsynced, err := o.repeating.run(cmd, func(ctx context.Context) (*reading, error) {
+		s, err := inspect.LoadStatus(ctx, addr, o.services, o.digests)
+		if err != nil {
+			return nil, unansweredHint(err)
+		}
+		return &reading{s.Unsynced(), s.Steady(), func() error {
+			return inspect.Show(cmd.OutOrStdout(), o.json, s, func(p *terminal.Printer) { inspect.PrintStatus(p, s) })
+		}}, nil
+	})
+	if err != nil && !o.json && cmd.Context().Err() == nil {
+		return errors.Join(err, printInForce(cmd.Context(), cmd.OutOrStdout()))
 	}
-	if err != nil && !o.json {
-		return errors.Join(err, printInForce(cmd))
+	if err == nil && unsynced != "" {
+		err = errors.New(unsynced)
 	}
-	if err != nil {
+	return err
+}
+
+// addProxy adds the flags by which address finds the proxy.
+func (o *statusOptions) addProxy(f *pflag.FlagSet) {
+	f.StringVar(&o.healthz, "healthz-bind-address", "", "address of the proxy's health server")
+	f.StringVar(&o.config, "config", "", "the proxy's configuration file, which has that address")
+}
+
+// unansweredHint adds to an error what to do if nobody listens.
+func unansweredHint(err error) error {
+	if !errors.Is(err, syscall.ECONNREFUSED) {
 		return err
 	}
-	return inspect.Show(cmd.OutOrStdout(), o.json, s, func(p *terminal.Printer) { inspect.PrintStatus(p, s) })
+	return fmt.Errorf("%w: is verdict run running? If its health server is elsewhere, --healthz-bind-address or --config "+
+		"says where", err)
 }
 
 // printInForce prints what the kernel says is in force, where the proxy does not answer.
-func printInForce(cmd *cobra.Command) error {
-	i, err := backends.Inspect(cmd.Context(), backends.InspectOptions{})
+func printInForce(ctx context.Context, w io.Writer) error {
+	i, err := backends.Inspect(ctx, backends.InspectOptions{})
 	if err != nil {
 		return err
 	}
 	defer i.Close()
-	if present, err := i.Present(cmd.Context()); err != nil || !present {
+	if present, err := i.Present(ctx); err != nil || !present {
 		return err
 	}
-	settings, err := i.Settings(cmd.Context())
+	settings, err := i.Settings(ctx)
 	if err != nil {
 		return err
 	}
-	p := terminal.NewPrinter(cmd.OutOrStdout())
+	p := terminal.NewPrinter(w)
 	inspect.PrintInForce(p, settings)
 	host, err := preflight.Open()
 	if err != nil {

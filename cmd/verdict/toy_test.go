@@ -4,6 +4,7 @@ import (
 	"context"
 	"encoding/json"
 	"fmt"
+	"io"
 	"maps"
 	"slices"
 	"strings"
@@ -112,6 +113,11 @@ func (t *toy) Differences(_ context.Context, wanted *dataplane.State) (*dataplan
 	differ(t.held, want, false)
 	differ(want, t.held, true)
 	return d, nil
+}
+
+func (t *toy) Print(_ context.Context, w io.Writer) error {
+	_, err := fmt.Fprintln(w, len(t.held), "frontends")
+	return err
 }
 
 func (t *toy) Counters(_ context.Context, ask dataplane.CountersAsked) (*dataplane.Counters, error) {

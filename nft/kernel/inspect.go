@@ -4,6 +4,7 @@ import (
 	"cmp"
 	"context"
 	"fmt"
+	"io"
 	"net/netip"
 	"slices"
 
@@ -184,6 +185,33 @@ func near(from tables, f ipfamily.Family, at netip.Addr) (near []dataplane.Neigh
 	}
 	slices.SortFunc(near, func(a, b dataplane.Neighbour) int { return a.Key.Compare(b.Key) })
 	return near, nil
+}
+
+// Print implements reconcile.Inspector. What a proxy writes meanwhile may be there or not.
+func (i *Inspector) Print(_ context.Context, w io.Writer) error {
+	for _, f := range ipfamily.All {
+		t, err := i.Table(f)
+		if err != nil {
+			return err
+		}
+		if !t.There {
+			continue
+		}
+		l := nft.Listing{Table: t.Table}
+		if err := i.conn.ruleCounters(f, l.Table.Chains); err != nil {
+			return rights(err)
+		}
+		for n := range l.Table.Sets {
+			set := l.Table.Sets[n].ID
+			if l.Elements[set], err = i.conn.Elements(f, set); err != nil {
+				return rights(err)
+			}
+		}
+		if err := l.Print(w); err != nil {
+			return err
+		}
+	}
+	return nil
 }
 
 // Differences implements reconcile.Inspector.

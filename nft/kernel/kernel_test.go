@@ -2,6 +2,7 @@ package kernel
 
 import (
 	"encoding/hex"
+	"errors"
 	"fmt"
 	"math/rand/v2"
 	"net/netip"
@@ -494,6 +495,7 @@ func TestListIsWhatNftLists(t *testing.T) {
 		slices.Sort(fields) // nft orders elements and breaks lines in its own way
 		return fields
 	}
+	var whole []string
 	for _, l := range tables {
 		var printed strings.Builder
 		labtest.Check(t, l.Print(&printed))
@@ -502,11 +504,25 @@ func TestListIsWhatNftLists(t *testing.T) {
 		if !slices.Equal(got, want) {
 			t.Errorf("%s: printed and listed differ: %v", l.Table.Family.NFT(), firstWords(got, want))
 		}
+		whole = append(whole, want...)
 		const counted = "fib daddr type != local counter packets 5 "
 		if l.Table.Family == ipfamily.IPv4 && !strings.Contains(printed.String(), counted) {
 			t.Errorf("5 packets to an unused port are not counted:\n%s", printed.String())
 		}
 	}
+	labtest.Check(t, c.Node.Do(func() error {
+		i, err := Inspect()
+		if err != nil {
+			return err
+		}
+		var printed strings.Builder
+		err = errors.Join(i.Print(t.Context(), &printed), i.Close())
+		slices.Sort(whole)
+		if got := words(printed.String()); !slices.Equal(got, whole) {
+			t.Errorf("an Inspector prints and nft lists otherwise: %v", firstWords(got, whole))
+		}
+		return err
+	}))
 }
 
 func firstWords(a, b []string) string {

@@ -6,6 +6,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io"
 	"maps"
 	"slices"
 	"strings"
@@ -477,6 +478,9 @@ func (r Replayed) Trace(_ context.Context, p dataplane.Packet, node dataplane.Lo
 
 // errReplayed is the answer to what only the kernel itself can tell.
 var errReplayed = fmt.Errorf("%w of what was held in the past", reconcile.ErrUnsupported)
+
+// Print implements reconcile.Inspector.
+func (Replayed) Print(context.Context, io.Writer) error { return errReplayed }
 
 // Differences implements reconcile.Inspector.
 func (Replayed) Differences(context.Context, *dataplane.State) (*dataplane.Differences, error) {

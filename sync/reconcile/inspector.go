@@ -3,6 +3,7 @@ package reconcile
 import (
 	"context"
 	"errors"
+	"io"
 
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 )
@@ -36,6 +37,8 @@ type Inspector interface {
 	// Counters reads counters. With All it reads every frontend, at a cost that may grow faster than their number.
 	// Otherwise it reads a few elements for each frontend.
 	Counters(ctx context.Context, ask dataplane.CountersAsked) (*dataplane.Counters, error)
+	// Print writes all that is installed as the backend's own tools list it. It reads everything.
+	Print(ctx context.Context, w io.Writer) error
 	// Close releases the sockets. What is installed stays.
 	Close() error
 }

@@ -200,6 +200,13 @@ func (q *Queue) Waiting() Waiting {
 	return q.taken.merge(q.queued)
 }
 
+// Queued is Concerns of what nobody has taken yet. It is safe for concurrent use.
+func (q *Queue) Queued() (services []*Service, of []Name) {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	return q.pending.Concerns()
+}
+
 func (q *Queue) signal() {
 	select {
 	case q.wake <- struct{}{}:

@@ -267,6 +267,22 @@ func (d *Delta) Empty() bool {
 		d.Node == nil && d.ServiceCIDRs == nil && d.HostAddrs == nil && d.HostNetworks == nil
 }
 
+// Concerns returns the Services of a delta, and the names of those whose slices it has; both without those that are
+// gone, unsorted.
+func (d *Delta) Concerns() (services []*Service, of []Name) {
+	for _, svc := range d.Services {
+		if svc != nil {
+			services = append(services, svc)
+		}
+	}
+	for n, sl := range d.Slices {
+		if sl != nil {
+			of = append(of, Name{n.Namespace, sl.Service})
+		}
+	}
+	return services, of
+}
+
 // Merge adds what a later delta says; where both name an object, the later one wins. A Service that goes takes its
 // Health and its Starting along, even if it comes back later.
 func (d *Delta) Merge(later Delta) {

@@ -173,9 +173,7 @@ func (k *Kubernetes) Run(ctx context.Context, sink Sink) error {
 			return fmt.Errorf("watch Kubernetes: %w", err)
 		}
 		l := &lister{resource: res, client: client, report: report}
-		o := cache.ReflectorOptions{Name: res.name, Logger: &klog.Logger{}}
-		lw := &cache.ListWatch{ListWithContextFunc: l.list, WatchFuncWithContext: l.watch}
-		reflectors = append(reflectors, cache.NewReflectorWithOptions(lw, res.object, res.store, o))
+		reflectors = append(reflectors, l.reflector())
 	}
 	var all sync.WaitGroup
 	for _, r := range reflectors {
@@ -486,6 +484,13 @@ type lister struct {
 	reportedAt time.Time
 	// refusedDelay is how long the last refusal delayed the next request; 0 if the last answer was not a refusal.
 	refusedDelay time.Duration
+}
+
+// reflector returns what lists and watches the objects for the store.
+func (l *lister) reflector() *cache.Reflector {
+	o := cache.ReflectorOptions{Name: l.name, Logger: &klog.Logger{}}
+	lw := &cache.ListWatch{ListWithContextFunc: l.list, WatchFuncWithContext: l.watch}
+	return cache.NewReflectorWithOptions(lw, l.object, l.store, o)
 }
 
 // list lists the objects.

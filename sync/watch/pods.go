@@ -6,13 +6,11 @@ import (
 	"net/netip"
 	"slices"
 	"strings"
-	"sync"
 
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/fields"
 	"k8s.io/client-go/rest"
-	"k8s.io/client-go/tools/cache"
 	"k8s.io/klog/v2"
 
 	"github.com/verdict-proxy/verdict/sync/snapshot"
@@ -50,13 +48,7 @@ func (p *Pods) Run(ctx context.Context, put func(map[snapshot.Name]*Pod)) error 
 		FieldSelector: fields.OneTermEqualSelector("spec.nodeName", p.NodeName).String(),
 	}, func() {}}
 	ctx = klog.NewContext(ctx, klog.Logger{})
-	l := &lister{resource: res, client: client, report: report}
-	var all sync.WaitGroup
-	all.Go(func() {
-		o := cache.ReflectorOptions{Name: res.name, Logger: &klog.Logger{}}
-		cache.NewReflectorWithOptions(l, res.object, res.store, o).RunWithContext(ctx)
-	})
-	all.Wait()
+	(&lister{resource: res, client: client, report: report}).reflector().RunWithContext(ctx)
 	return nil
 }
 

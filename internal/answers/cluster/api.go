@@ -8,6 +8,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"strconv"
 	"strings"
 
 	corev1 "k8s.io/api/core/v1"
@@ -24,13 +25,23 @@ import (
 	"k8s.io/streaming/pkg/httpstream"
 )
 
+// Objects creates, reads and removes objects by their paths, such as "/api/v1/namespaces/x/pods".
+type Objects interface {
+	Create(ctx context.Context, path string, object any) error
+	Read(ctx context.Context, path string, into any) error
+	Remove(ctx context.Context, path string) error
+}
+
 // API is what is asked of the API server. An empty namespace means all, an empty selector or Service means any.
 type API interface {
+	Objects
 	Nodes(ctx context.Context) ([]corev1.Node, error)
 	Pods(ctx context.Context, namespace, selector string) ([]corev1.Pod, error)
 	Pod(ctx context.Context, namespace, name string) (*corev1.Pod, error)
 	Service(ctx context.Context, namespace, name string) (*corev1.Service, error)
 	Slices(ctx context.Context, namespace, service string) (*discoveryv1.EndpointSliceList, error)
+	// Logs returns the last lines of a container's log, or of the one before it started again.
+	Logs(ctx context.Context, namespace, pod, container string, lines int, previous bool) ([]byte, error)
 }
 
 // Executor runs commands in pods.
@@ -109,6 +120,34 @@ func inNamespace(api, namespace, resource string) string {
 	return api + "/namespaces/" + namespace + "/" + resource
 }
 
+// accessTo is the right to do something at a path.
+func accessTo(verb, path string) access {
+	a := access{verb: verb}
+	parts := strings.Split(strings.Trim(path, "/"), "/")[2:] // without /api/v1
+	if len(parts) > 2 && parts[0] == "namespaces" {
+		a.namespace, parts = parts[1], parts[2:]
+	}
+	a.resource = parts[0]
+	return a
+}
+
+func (c *client) Create(ctx context.Context, path string, object any) error {
+	body, err := json.Marshal(object)
+	if err != nil {
+		return err
+	}
+	result := c.rest.Post().AbsPath(path).SetHeader("Content-Type", "application/json").Body(body).Do(ctx)
+	return accessTo("create", path).explain(result.Error())
+}
+
+func (c *client) Read(ctx context.Context, path string, into any) error {
+	return c.get(ctx, path, into, nil, accessTo("get", path))
+}
+
+func (c *client) Remove(ctx context.Context, path string) error {
+	return accessTo("delete", path).explain(c.rest.Delete().AbsPath(path).Do(ctx).Error())
+}
+
 func (c *client) Nodes(ctx context.Context) ([]corev1.Node, error) {
 	var list corev1.NodeList
 	err := c.get(ctx, "/api/v1/nodes", &list, nil, access{"list", "nodes", ""})
@@ -144,6 +183,13 @@ func (c *client) Slices(ctx context.Context, namespace, service string) (*discov
 	err := c.get(ctx, inNamespace("/apis/discovery.k8s.io/v1", namespace, "endpointslices"), &list,
 		map[string]string{"labelSelector": selector}, access{"list", "endpointslices.discovery.k8s.io", namespace})
 	return &list, err
+}
+
+func (c *client) Logs(ctx context.Context, namespace, pod, container string, lines int, previous bool) ([]byte, error) {
+	text, err := c.rest.Get().AbsPath(inNamespace("/api/v1", namespace, "pods"), pod, "log").
+		Param("container", container).Param("tailLines", strconv.Itoa(lines)).
+		Param("limitBytes", strconv.Itoa(maxLog)).Param("previous", strconv.FormatBool(previous)).DoRaw(ctx)
+	return text, access{"get", "pods/log", namespace}.explain(err)
 }
 
 // Exec implements Executor, by WebSockets if the server can, else by SPDY.

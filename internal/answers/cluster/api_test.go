@@ -1,13 +1,16 @@
 package cluster
 
 import (
+	"errors"
 	"fmt"
+	"io"
 	"net/http"
 	"net/http/httptest"
 	"strings"
 	"testing"
 
 	"github.com/gorilla/websocket"
+	corev1 "k8s.io/api/core/v1"
 	"k8s.io/client-go/rest"
 )
 
@@ -49,6 +52,23 @@ func newServer(t *testing.T) *client {
 		}
 		_ = c.WriteMessage(websocket.CloseMessage, websocket.FormatCloseMessage(websocket.CloseNormalClosure, ""))
 		_, _, _ = c.ReadMessage() // until the client closes
+	})
+	mux.HandleFunc("POST /api/v1/namespaces", func(w http.ResponseWriter, r *http.Request) {
+		w.Header().Set("Content-Type", "application/json")
+		w.WriteHeader(http.StatusCreated)
+		_, _ = io.Copy(w, r.Body)
+	})
+	mux.HandleFunc("GET /api/v1/namespaces/x", func(w http.ResponseWriter, _ *http.Request) {
+		fmt.Fprint(w, `{"metadata":{"name":"x"}}`)
+	})
+	mux.HandleFunc("DELETE /api/v1/namespaces/x/services/y", func(w http.ResponseWriter, _ *http.Request) {
+		w.Header().Set("Content-Type", "application/json")
+		w.WriteHeader(http.StatusForbidden)
+		fmt.Fprint(w, `{"kind":"Status","apiVersion":"v1","status":"Failure","reason":"Forbidden","code":403,
+			"message":"services is forbidden"}`)
+	})
+	mux.HandleFunc("GET /api/v1/namespaces/kube-system/pods/p/log", func(w http.ResponseWriter, r *http.Request) {
+		fmt.Fprint(w, r.URL.RawQuery)
 	})
 	mux.HandleFunc("/api/v1/namespaces/kube-system/pods/secret/exec", func(w http.ResponseWriter, _ *http.Request) {
 		w.Header().Set("Content-Type", "application/json")
@@ -96,6 +116,20 @@ func TestClient(t *testing.T) {
 		if err != nil || got != code || out.String() != "some words in verdict" || errs.String() != "to stderr" {
 			t.Errorf("%s: %d %v, %q and %q", argv, got, err, out.String(), errs.String())
 		}
+	}
+	var n corev1.Namespace
+	err = errors.Join(c.Create(t.Context(), "/api/v1/namespaces", &n), c.Read(t.Context(), "/api/v1/namespaces/x", &n))
+	if err != nil || n.Name != "x" {
+		t.Errorf("namespace %q: %v", n.Name, err)
+	}
+	err = c.Remove(t.Context(), "/api/v1/namespaces/x/services/y")
+	if want := "you lack the right to delete services in namespace x"; err == nil ||
+		!strings.Contains(err.Error(), want) {
+		t.Errorf("%v; want %q", err, want)
+	}
+	log, err := c.Logs(t.Context(), "kube-system", "p", "verdict", 7, true)
+	if err != nil || string(log) != "container=verdict&limitBytes=8388608&previous=true&tailLines=7" {
+		t.Errorf("log: %v %q", err, log)
 	}
 	var out strings.Builder
 	input := strings.Repeat("x", 100000)

@@ -27,10 +27,11 @@ import (
 
 // fake is a cluster whose nodes answer what the test says.
 type fake struct {
-	nodes  []corev1.Node
-	pods   []corev1.Pod
-	svc    *corev1.Service
-	slices discoveryv1.EndpointSliceList
+	Objects // none
+	nodes   []corev1.Node
+	pods    []corev1.Pod
+	svc     *corev1.Service
+	slices  discoveryv1.EndpointSliceList
 	// forbidden are requests that are refused, as "list nodes".
 	forbidden []string
 	// answer is called for a command on a node.
@@ -80,6 +81,13 @@ func (f *fake) Service(context.Context, string, string) (*corev1.Service, error)
 
 func (f *fake) Slices(context.Context, string, string) (*discoveryv1.EndpointSliceList, error) {
 	return &f.slices, nil
+}
+
+func (f *fake) Logs(_ context.Context, _, pod, _ string, lines int, previous bool) ([]byte, error) {
+	if previous {
+		return nil, errors.New("previous terminated container not found")
+	}
+	return fmt.Appendf(nil, "the last %d lines of %s\n", lines, pod), f.may("get", "pods/log")
 }
 
 func (f *fake) Exec(ctx context.Context, namespace, pod, container string, argv []string, stdin io.Reader,

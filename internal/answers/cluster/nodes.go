@@ -112,6 +112,16 @@ func running(p *corev1.Pod) bool {
 		func(s corev1.ContainerStatus) bool { return s.Name == container && s.State.Running != nil })
 }
 
+// ImageOf returns the image of a pod of the DaemonSet.
+func ImageOf(p *corev1.Pod) (image string) {
+	for _, c := range p.Spec.Containers {
+		if c.Name == container {
+			image = c.Image
+		}
+	}
+	return image
+}
+
 func targetOf(node string, p *corev1.Pod) Target {
 	t := Target{Node: node}
 	switch {

@@ -142,7 +142,7 @@ func (r *PlanReport) Print(p *terminal.Printer, all bool) {
 		}
 		table = append(table, row)
 	}
-	printTable(p, table)
+	p.Table(table)
 	if lines := r.connections(); len(lines) > 0 {
 		p.Line("open connections:")
 		printLines(p, lines, all)

@@ -58,28 +58,13 @@ func (r *Report) Print(p *terminal.Printer) {
 			wrong = append(wrong, n.Node+": "+reason.Text)
 		}
 	}
-	printTable(p, table)
+	p.Table(table)
 	for _, line := range wrong {
 		p.Line("%s", p.Paint(terminal.Red, line))
 	}
 	r.printDifferences(p)
 	for _, note := range r.Notes {
 		p.Line("%s", p.Paint(terminal.Dim, note))
-	}
-}
-
-// printTable prints rows in columns. A row with two cells has a text of its own after the first.
-func printTable(p *terminal.Printer, table [][]string) {
-	columns := make(terminal.Columns, len(table[0]))
-	for _, row := range table {
-		for i, cell := range row {
-			if len(row) == len(columns) || i == 0 {
-				columns[i] = max(columns[i], len(cell)+2)
-			}
-		}
-	}
-	for _, row := range table {
-		p.Line("%s", columns.Row(row...))
 	}
 }
 
@@ -158,7 +143,7 @@ func PrintLed(p *terminal.Printer, none string, led []Led) {
 	for _, l := range led {
 		table = append(table, []string{l.Service, l.Address, strings.Join(l.Ports, ","), l.State, l.Slice})
 	}
-	printTable(p, table)
+	p.Table(table)
 }
 
 // TargetOn returns the target of one node.
@@ -418,7 +403,7 @@ func (t *Top) Print(p *terminal.Printer, all bool) {
 		name := strings.TrimSuffix(s.Service+":"+s.Port, ":")
 		table = append(table, []string{name, fmt.Sprintf("%.1f/s", s.Rate), fmt.Sprintf("%d of %d", s.Nodes, t.Nodes)})
 	}
-	printTable(p, table)
+	p.Table(table)
 	for _, r := range t.Failed {
 		p.Line("%s: %s", r.Node, p.Paint(terminal.Red, r.Error))
 	}

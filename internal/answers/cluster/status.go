@@ -9,6 +9,7 @@ import (
 	"time"
 
 	"github.com/verdict-proxy/verdict/internal/proxy/status"
+	"github.com/verdict-proxy/verdict/internal/system/terminal"
 )
 
 // Report compares the nodes.
@@ -56,6 +57,45 @@ func (r *Report) Failed() (n int) {
 		}
 	}
 	return n
+}
+
+// Unsynced says why not all nodes are synced and alike, of the first such node; empty if they are.
+func (r *Report) Unsynced() (why string) {
+	more := -1
+	for _, n := range r.Nodes {
+		left := n.Error
+		if n.Status != nil {
+			left = n.Status.Unsynced()
+		}
+		if left == "" {
+			continue
+		}
+		if more++; more == 0 {
+			why = n.Node + ": " + left
+		}
+	}
+	switch {
+	case more > 0:
+		return fmt.Sprintf("%s (and %s more)", why, terminal.Plural(more, "node"))
+	case why == "" && r.Differ+r.InFlight > 0:
+		return "not all nodes have programmed " + terminal.Plural(r.Differ+r.InFlight, "Service") + " alike"
+	}
+	return why
+}
+
+// Steady returns a copy without what changes as time passes: see status.Status.Steady.
+func (r *Report) Steady() *Report {
+	c := *r
+	c.Nodes, c.Differences = slices.Clone(r.Nodes), slices.Clone(r.Differences)
+	for i := range c.Nodes {
+		if s := c.Nodes[i].Status; s != nil {
+			c.Nodes[i].Status = s.Steady()
+		}
+	}
+	for i := range c.Differences { // reckoned from ages
+		c.Differences[i].Since = time.Time{}
+	}
+	return &c
 }
 
 // Status asks all nodes and compares them.

@@ -23,9 +23,9 @@ const maxHealthBytes = 8 << 20
 // healthTimeout limits how long the proxy may take to report the health of endpoints.
 var healthTimeout = 2 * time.Second
 
-// askProxy asks the health server of the proxy on this host. An unspecified IP means the loopback address of the
+// AskProxy asks the health server of the proxy on this host. An unspecified IP means the loopback address of the
 // family. It runs in the calling goroutine, whose thread may be in another network namespace.
-func askProxy(ctx context.Context, addr netip.AddrPort, path string, decode func(io.Reader) error) error {
+func AskProxy(ctx context.Context, addr netip.AddrPort, path string, decode func(io.Reader) error) error {
 	if ip := addr.Addr(); ip.IsUnspecified() {
 		loopback := netip.AddrFrom4([4]byte{127, 0, 0, 1})
 		if ip.Is6() {

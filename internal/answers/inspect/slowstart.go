@@ -49,7 +49,7 @@ func (o *ObjectFlags) addSlowStarts(ctx context.Context, objects *Objects) (note
 	if !addr.IsValid() {
 		return unknown + "the proxy has no health server"
 	}
-	err := askProxy(ctx, addr, "/slow-starts", func(body io.Reader) error {
+	err := AskProxy(ctx, addr, "/slow-starts", func(body io.Reader) error {
 		starting, err := decodeSlowStarts(body)
 		objects.Snap.Apply(snapshot.Delta{Starting: starting})
 		return err

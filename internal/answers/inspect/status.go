@@ -28,7 +28,7 @@ func LoadStatus(ctx context.Context, addr netip.AddrPort, services []string, all
 	var first *status.Status
 	for {
 		var page status.Status
-		err := askProxy(ctx, addr, "/status?"+query.Encode(), func(r io.Reader) error {
+		err := AskProxy(ctx, addr, "/status?"+query.Encode(), func(r io.Reader) error {
 			return json.NewDecoder(r).Decode(&page)
 		})
 		if err != nil {

@@ -92,6 +92,7 @@ type telemetry struct {
 	outliers *outliers
 	health   *health.Proxy
 	status   *status.Tracker
+	board    *status.Board
 	ports    *health.NodePorts
 	metrics  *metrics.Metrics
 	counters backends.Counters
@@ -127,6 +128,8 @@ func newTelemetry(n *Node, queue *snapshot.Queue, loop *reconcile.Loop, found *o
 		st.Preflight = c.findings
 	}
 	t.status = status.New(st)
+	t.board = status.NewBoard(status.BoardOptions{Backend: st.Backend, Status: t.status.Status, Queued: queue.Queued,
+		Quarantined: loop.Quarantined, Unscheduled: loop.Unscheduled})
 	t.ports = &health.NodePorts{Config: n.Config, Healthy: t.health.Healthy, Report: t.reportPortFailure}
 	t.everywhere = v.everywhere.agent(n, t.status)
 	if t.ledger != nil && n.Backend.OnSent != nil {
@@ -199,6 +202,7 @@ func (t *telemetry) makeServers(mode string, loop *reconcile.Loop) []*health.Ser
 	}
 	checks.Handle("GET /outliers", health.OnlyHost(found))
 	checks.Handle("GET /status", health.OnlyHost(t.status))
+	checks.Handle("GET /services", health.OnlyHost(t.board))
 	if t.everywhere != nil {
 		checks.Handle("GET /everywhere", t.everywhere)
 	} else {
@@ -255,7 +259,8 @@ func (t *telemetry) close() error {
 
 // listeners are called with the loop's events.
 func (t *telemetry) listeners() []reconcile.Listener {
-	list := []reconcile.Listener{t.metrics.Listener(), t.health.Listener(), t.status.Listener()}
+	list := []reconcile.Listener{t.metrics.Listener(), t.health.Listener(), t.status.Listener(),
+		t.board.Listener()}
 	if t.serving.nodePorts {
 		list = append(list, t.ports.Listener())
 	}

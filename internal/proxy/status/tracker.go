@@ -278,7 +278,7 @@ func (t *Tracker) digests(names []snapshot.Name) (out []ServiceDigest) {
 		if !ok {
 			continue
 		}
-		if isQuarantined(rejected, n) {
+		if quarantinedAs(rejected, n) != nil {
 			k.digest += quarantinedMark
 		}
 		out = append(out, ServiceDigest{n.String(), k.digest, time.UnixMilli(k.since)})
@@ -297,7 +297,7 @@ func (t *Tracker) Holds(goals []Goal) []bool {
 	for i := range goals {
 		g := &goals[i]
 		d := t.services[g.Service].digest
-		set := isQuarantined(rejected, g.Service)
+		set := quarantinedAs(rejected, g.Service) != nil
 		if set {
 			d = 0
 		}
@@ -306,12 +306,15 @@ func (t *Tracker) Holds(goals []Goal) []bool {
 	return out
 }
 
-// isQuarantined looks a Service up in a list that is sorted by name.
-func isQuarantined(list []reconcile.Quarantined, n snapshot.Name) bool {
-	_, found := slices.BinarySearchFunc(list, n, func(q reconcile.Quarantined, n snapshot.Name) int {
+// quarantinedAs looks a Service up in a list that is sorted by name; nil if it is not there.
+func quarantinedAs(list []reconcile.Quarantined, n snapshot.Name) *reconcile.Quarantined {
+	at, found := slices.BinarySearchFunc(list, n, func(q reconcile.Quarantined, n snapshot.Name) int {
 		return q.Name.Compare(n)
 	})
-	return found
+	if !found {
+		return nil
+	}
+	return &list[at]
 }
 
 // page returns the names of the Services after one, at most pageSize, and says whether there are more. The caller has

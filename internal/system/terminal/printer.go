@@ -216,6 +216,21 @@ func (c Columns) Row(cells ...string) string {
 	return strings.TrimRight(b.String(), " ")
 }
 
+// Table prints rows in columns. A row with two cells has a text of its own after the first.
+func (p *Printer) Table(rows [][]string) {
+	columns := make(Columns, len(rows[0]))
+	for _, row := range rows {
+		for i, cell := range row {
+			if len(row) == len(columns) || i == 0 {
+				columns[i] = max(columns[i], utf8.RuneCountInString(Plain(cell))+2)
+			}
+		}
+	}
+	for _, row := range rows {
+		p.Line("%s", columns.Row(row...))
+	}
+}
+
 var sgrSequence = regexp.MustCompile("\x1b\\[[0-9;]*m")
 
 // Plain takes the paint off.

@@ -3,6 +3,7 @@ package xtables
 import (
 	"context"
 	"fmt"
+	"io"
 	"os"
 	"strings"
 	"time"
@@ -181,6 +182,23 @@ func plainDifference(d iptshim.Difference) dataplane.Difference {
 var errCounters = fmt.Errorf("iptables: counters of Services: %w: its rules count packets of all kinds, "+
 	"and lose their counts whenever "+
 	"a Service's rules are rewritten", reconcile.ErrUnsupported)
+
+// Print implements reconcile.Inspector.
+func (i *Inspector) Print(ctx context.Context, w io.Writer) error {
+	for _, f := range ipfamily.All {
+		if !i.programs.Serves(f) {
+			continue
+		}
+		text, err := i.programs.SaveText(ctx, f)
+		if err != nil {
+			return err
+		}
+		if _, err := fmt.Fprintf(w, "# %s\n%s", f, text); err != nil {
+			return err
+		}
+	}
+	return nil
+}
 
 // Counters implements reconcile.Inspector: there are none.
 func (i *Inspector) Counters(context.Context, dataplane.CountersAsked) (*dataplane.Counters, error) {

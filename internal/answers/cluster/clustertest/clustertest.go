@@ -23,6 +23,8 @@ import (
 
 // Fake is a cluster. Its fields may not change while it is asked.
 type Fake struct {
+	// Objects creates and removes; nil if a test does not.
+	cluster.Objects
 	// Statuses are the answers of the nodes by name; nil is a node that does not answer.
 	Statuses map[string]*status.Status
 	// Ports are what every node counts. Endpoints are shown if their Service is asked for.
@@ -86,6 +88,11 @@ func (f *Fake) Service(_ context.Context, namespace, name string) (*corev1.Servi
 func (f *Fake) Slices(context.Context, string, string) (*discoveryv1.EndpointSliceList, error) {
 	return &discoveryv1.EndpointSliceList{Items: []discoveryv1.EndpointSlice{{ObjectMeta: metav1.ObjectMeta{
 		Name: "cart-1", Namespace: "shop", Labels: map[string]string{discoveryv1.LabelServiceName: "cart"}}}}}, nil
+}
+
+// Logs implements cluster.API: there are none.
+func (f *Fake) Logs(context.Context, string, string, string, int, bool) ([]byte, error) {
+	return nil, nil
 }
 
 // Exec implements cluster.Executor.
