@@ -15,7 +15,6 @@ import (
 
 	"github.com/verdict-proxy/verdict/internal/proxy/backends"
 	"github.com/verdict-proxy/verdict/internal/proxy/conntrack"
-	"github.com/verdict-proxy/verdict/internal/proxy/flows"
 	"github.com/verdict-proxy/verdict/internal/proxy/ledger"
 	"github.com/verdict-proxy/verdict/internal/proxy/outlier"
 	"github.com/verdict-proxy/verdict/internal/system/ipfamily"
@@ -52,8 +51,6 @@ type Node struct {
 	Ledger *ledger.Writer
 	// records, if not nil, records connections.
 	records *records
-	// Book, if not nil, keeps records of connections.
-	Book *flows.Book
 
 	// updates, if not nil, delivers replacements of Config and minInterval.
 	updates <-chan configUpdate

@@ -201,7 +201,7 @@ func runProxy(ctx context.Context, socket *os.File, w *configWatcher, life lifet
 	defer flows.Close()
 	v, err := servingOf(w, s, events, publisher, life.hasLease)
 	if err == nil {
-		object.records, err = openRecords(s, w.host, podsOf(objects, log), log)
+		object.records, err = openRecords(s, name, w.host, podsOf(objects, log), log)
 	}
 	if err != nil {
 		return err
@@ -219,7 +219,7 @@ func runProxy(ctx context.Context, socket *os.File, w *configWatcher, life lifet
 	starting.Stop()
 	return p.run(ctx, cleaner, &Node{
 		Config: p.policy(), Backend: opened, Flows: flows, Log: log, RouteLocalnet: RouteLocalnet, Prober: &outlier.TCP{},
-		Ledger: newLedger(s, opened, log), Book: newBook(s, name, log), serving: v, minInterval: s.MinSyncPeriod,
+		Ledger: newLedger(s, opened, log), serving: v, minInterval: s.MinSyncPeriod,
 		updates: p.updates,
 		Sources: []Source{&nodeSource{objects, object, p.ipvs}, &watch.Host{Report: reporter(log)}},
 		stuck:   func(what string) { abort(log, what) },

@@ -2,7 +2,6 @@ package node
 
 import (
 	"context"
-	"encoding/json"
 	"errors"
 	"io/fs"
 	"log/slog"
@@ -35,6 +34,8 @@ var recordSysctls = []sysctl.Setting{
 // records records connections to Services.
 type records struct {
 	*flows.Recorder
+	// book keeps the records.
+	book  *flows.Book
 	names *flows.Names
 	// walker lists flows once the node runs, and own are the ports of the sockets that delete some.
 	walker *conntrack.Walker
@@ -47,24 +48,37 @@ type records struct {
 
 // openRecords opens what records connections; nil if the settings ask for none. Then it puts sysctls back that an
 // earlier process has set for records.
-func openRecords(s *config.Settings, host sysctl.Host, pods *watch.Pods, log *slog.Logger) (_ *records, err error) {
+func openRecords(
+	s *config.Settings, node string, host sysctl.Host, pods *watch.Pods, log *slog.Logger,
+) (_ *records, err error) {
 	r := &records{names: flows.NewNames(), own: map[uint32]bool{}, pods: pods, notes: recordNotes(host), log: log}
-	if !s.Policy.Records {
+	if s.Records == nil {
 		r.restore()
 		return nil, nil
 	}
 	if err := conntrack.Load(); err != nil { // so that its sysctls are there
 		return nil, err
 	}
+	r.book = flows.NewBook(flows.Options{Node: node, Memory: s.Records.MemoryMiB << 20, Series: s.MetricsMaxSeries,
+		ClientBits: s.Records.ClientBits, File: s.Records.File, OTLP: s.Records.OTLP, Log: log})
 	ipvs := s.Policy.IPVS.Mode != dataplane.IPVSNever
 	r.Recorder, err = flows.OpenRecorder(flows.RecorderOptions{
-		Sink: r.sink, Names: r.names, Own: r.own, IPVS: ipvs, Log: log, Sysctl: readConntrack,
+		Sink: r.book.Add, Names: r.names, Own: r.own, IPVS: ipvs, Log: log, Sysctl: readConntrack,
 		Look: func(ctx context.Context, do func(*conntrack.Flow)) error { return r.walker.Look(ctx, do) },
 	})
 	if err != nil {
 		return nil, err
 	}
+	r.book.SetRecorder(r.Recorder)
 	return r, nil
+}
+
+// kept returns what keeps the records; nil if there are none.
+func (r *records) kept() *flows.Book {
+	if r == nil {
+		return nil
+	}
+	return r.book
 }
 
 // setSysctls sets the sysctls, once the Services are programmed.
@@ -103,14 +117,6 @@ func (r *records) restore() {
 		r.log.Info("sysctls that were set for records stay set, for lack of rights: verdict cleanup puts them back")
 	case err != nil:
 		r.log.Warn("failed to put sysctls back that were set for records", "err", err)
-	}
-}
-
-// sink takes a record. Nothing does more with it yet than to log it, if transactions are logged, too.
-func (r *records) sink(record flows.Record) {
-	if r.log.Enabled(context.Background(), slog.LevelDebug) {
-		text, _ := json.Marshal(record)
-		r.log.Debug("record", "record", string(text))
 	}
 }
 

@@ -3,6 +3,7 @@ package node
 import (
 	"errors"
 	"fmt"
+	"io/fs"
 	"os"
 	"path/filepath"
 	"strings"
@@ -86,21 +87,29 @@ func TestRecords(t *testing.T) {
 	n.sysctls("without records", "0 0 0")
 	end(syscall.SIGTERM)
 
-	log, end := n.start("--records=on")
+	file := filepath.Join(n.dir, "flows.jsonl")
+	_, end = n.start("--records=on", "--records-file="+file)
 	n.sysctls("with records", "1 1 1")
+	kept := func() string {
+		text, err := os.ReadFile(file)
+		if err != nil && !errors.Is(err, fs.ErrNotExist) {
+			t.Fatal(err)
+		}
+		return string(text)
+	}
 	shop := &shopNode{}
 	for _, f := range []ipfamily.Family{ipfamily.IPv4, ipfamily.IPv6} {
 		if r := n.Pods[0].Dial(snapshot.TCP, shop.web(f), lab.Options{}); r.Outcome != lab.Refused {
 			t.Error(r)
 		}
 		testkit.Eventually(t, 20*time.Second, "a record", func() bool {
-			for line := range strings.Lines(log.String()) {
+			for line := range strings.Lines(kept()) {
 				if strings.Contains(line, "refused by endpoint") && strings.Contains(line, n.Pods[0].IP(f).String()) {
 					return true
 				}
 			}
 			return false
-		}, log.String)
+		}, kept)
 	}
 	end(syscall.SIGTERM)
 	n.sysctls("after the end", "0 0 0")
@@ -109,7 +118,7 @@ func TestRecords(t *testing.T) {
 	n.sysctls("with records once more", "1 1 1")
 	end(syscall.SIGKILL)
 	n.sysctls("after a crash", "1 1 1")
-	log, end = n.start("--records=on")
+	_, end = n.start("--records=on")
 	end(syscall.SIGKILL)
 	_, end = n.start()
 	n.sysctls("after a crash, and a start without records", "0 0 0")

@@ -113,7 +113,7 @@ type telemetry struct {
 func newTelemetry(n *Node, queue *snapshot.Queue, loop *reconcile.Loop, found *outliers) (_ *telemetry, err error) {
 	v := n.serving
 	t := &telemetry{serving: v, name: n.Config.NodeName, log: n.Log, outliers: found, ledger: n.Ledger,
-		book: n.Book, pending: &pendingLists{}}
+		book: n.records.kept(), pending: &pendingLists{}}
 	t.health = health.New(health.Options{
 		Late: v.late, NeedsNode: v.needsNode, Waiting: queue.Waiting, Missing: t.pending.names,
 		Quarantined: func() int { return len(loop.Quarantined()) }, Unread: func() int { return len(n.unread()) },
