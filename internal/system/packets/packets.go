@@ -1,9 +1,10 @@
 // Package packets follows the first packet of a connection through what the kernel lists: through tables of nf_tables,
 // as netlink dumps them, and through iptables rules, as iptables-save prints them. It shares no code with what writes
-// or explains rules, and knows nothing of Services.
+// rules, and knows nothing of Services.
 //
-// Where a rule draws lots, every lot is followed, with its exact chance. Whatever the package does not know is an error
-// that names the rule, once a packet comes to it; a rule that no packet comes to may be anything.
+// Where a rule draws lots, every lot is followed, with its chance. Whatever the package does not know is an error that
+// names the rule, once a packet comes to it; a rule that no packet comes to may be anything. Only a Trace takes such a
+// rule for one that does not match, and says so.
 package packets
 
 import (
