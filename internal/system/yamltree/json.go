@@ -105,8 +105,8 @@ func (r *jsonReader) value(t *Tree, depth int) (ok bool) {
 func (r *jsonReader) str() (s string) {
 	start := r.pos
 	escaped := r.skipString()
-	if quoted := r.text[start:r.pos]; !escaped || json.Unmarshal([]byte(quoted), &s) != nil {
-		s = strings.Trim(quoted, `"`)
+	if !escaped || json.Unmarshal([]byte(r.text[start:r.pos]), &s) != nil {
+		s = r.text[start+1 : max(r.pos-1, start+1)]
 	}
 	return s
 }
