@@ -180,9 +180,7 @@ func TestStrangerSays(t *testing.T) {
 			"verdict/1 evict", "verdict/1 hand over", "verdict/1 wait",
 			"verdict/2 evict", "verdict/2 hand over", "evict", "",
 		} {
-			name := randomName()
-			a, socket := proxy(t, name, newcomer)
-			a.works(socket)
+			name, a, socket := holding(t)
 			s := newStranger(t, name, uid)
 			s.order("say " + text)
 			if got := s.expect("heard "); !strings.HasPrefix(got, "0 descriptors") {
@@ -215,9 +213,7 @@ func (p *process) told(text string) (lines []string) {
 // Thousands of connections of strangers, open and new ones, keep no newcomer out, and are no news each.
 func TestFloodOfStrangers(t *testing.T) {
 	for _, uid := range strangers() {
-		name := randomName()
-		a, socket := proxy(t, name, newcomer)
-		a.works(socket)
+		name, a, socket := holding(t)
 		for range 2 {
 			s := newStranger(t, name, uid)
 			s.order("flood 3000")
@@ -292,9 +288,7 @@ func TestNameStaysWhenTheProxyIsKilled(t *testing.T) {
 // The proxy that took over crashes: the standby goes on, with the same socket, and the next child of its keeper
 // stands by.
 func TestCrashGivesThePlaceToWhoStandsBy(t *testing.T) {
-	name := randomName()
-	a, socket := proxy(t, name, newcomer)
-	a.works(socket)
+	name, a, socket := holding(t)
 	k := kept(t, name)
 	k.works(socket)
 	k.expect("another proxy stands by")
@@ -401,9 +395,7 @@ func TestSilentChildIsStartedAgain(t *testing.T) {
 
 // A proxy that has no descriptors left can be taken over from.
 func TestHolderWithoutDescriptors(t *testing.T) {
-	name := randomName()
-	a, socket := proxy(t, name, newcomer)
-	a.works(socket)
+	name, a, socket := holding(t)
 	a.order("exhaust")
 	if got := a.expect("exhausted "); got != unix.EMFILE.Error() {
 		t.Fatal(got)
@@ -429,9 +421,7 @@ func announce(t *testing.T, lease, name, secret string) {
 // A newcomer announces itself and dies. Who connects from its name then has no secret, and one who knows a secret has
 // no name.
 func TestTicketsOfOthers(t *testing.T) {
-	name := randomName()
-	a, socket := proxy(t, name, newcomer)
-	a.works(socket)
+	name, a, _ := holding(t)
 	for i, c := range []struct{ from, says string }{
 		{"-1", "wrong " + requestHandOver}, {"-2", requestHandOver}, {"-3", ""},
 		{"-other", "secret " + requestHandOver}, {"", "secret " + requestHandOver},

@@ -36,6 +36,15 @@ func (p *process) works(socket string) {
 	}
 }
 
+// holding starts a proxy that works by a lease of its own name.
+func holding(t *testing.T, env ...string) (name string, p *process, socket string) {
+	t.Helper()
+	name = randomName()
+	p, socket = proxy(t, name, append(env, newcomer)...)
+	p.works(socket)
+	return name, p, socket
+}
+
 func checkHolder(t *testing.T, name string, p *process) {
 	t.Helper()
 	h, err := Holder(name)
@@ -96,9 +105,7 @@ func TestTakingOver(t *testing.T) {
 
 // Three take over from each other, and nobody takes it back.
 func TestChainOfProxies(t *testing.T) {
-	name := randomName()
-	a, socket := proxy(t, name, newcomer)
-	a.works(socket)
+	name, a, socket := holding(t)
 	b, _ := proxy(t, name, newcomer)
 	b.works(socket)
 	a.expect("standing by")
@@ -160,9 +167,7 @@ func TestManyNewcomersAtOnce(t *testing.T) {
 }
 
 func TestEviction(t *testing.T) {
-	name := randomName()
-	a, socket := proxy(t, name, newcomer)
-	a.works(socket)
+	name, a, socket := holding(t)
 	b, _ := proxy(t, name, newcomer)
 	b.works(socket)
 	a.expect("standing by")
@@ -205,9 +210,7 @@ func TestEvictionWithoutHolder(t *testing.T) {
 }
 
 func TestHolderThatDoesNotEnd(t *testing.T) {
-	name := randomName()
-	a, socket := proxy(t, name, newcomer, "KEEPER_TEST_STUBBORN=1")
-	a.works(socket)
+	name, a, socket := holding(t, "KEEPER_TEST_STUBBORN=1")
 	b, _ := proxy(t, name, newcomer, "KEEPER_TEST_PATIENCE=200ms")
 	want := fmt.Sprintf("keeper: pid %d holds the lease and did not hand over within 200ms", a.cmd.Process.Pid)
 	if got := b.expect("run ended: "); got != want {
@@ -226,9 +229,7 @@ func TestHolderThatDoesNotEnd(t *testing.T) {
 }
 
 func TestHolderThatDoesNotAnswer(t *testing.T) {
-	name := randomName()
-	a, socket := proxy(t, name, newcomer)
-	a.works(socket)
+	name, a, _ := holding(t)
 	a.signal(unix.SIGSTOP)
 	b, _ := proxy(t, name, newcomer, "KEEPER_TEST_PATIENCE=200ms")
 	if got := b.expect("run ended: "); !strings.Contains(got, fmt.Sprintf("pid %d holds the lease", a.cmd.Process.Pid)) {
@@ -262,9 +263,7 @@ func askHere(t *testing.T, name, request string, files ...syscall.Conn) *net.Uni
 }
 
 func TestUnknownRequests(t *testing.T) {
-	name := randomName()
-	a, socket := proxy(t, name, newcomer)
-	a.works(socket)
+	name, a, socket := holding(t)
 	for _, request := range []string{"dance", "x", "", strings.Repeat("x", 5000), requestHandOver + " "} {
 		text, files, err := receive(askHere(t, name, request))
 		if len(files) > 0 || !strings.HasPrefix(text, answerRefuse) && (err == nil || len(request) < maxText) {
@@ -353,9 +352,7 @@ func (s said) Handle(_ context.Context, r slog.Record) error {
 
 // A newcomer may have the right socket itself, out of systemd's store, and the holder a useless one.
 func TestNewcomerKnowsBetter(t *testing.T) {
-	name := randomName()
-	a, socket := proxy(t, name, newcomer)
-	a.works(socket)
+	name, a, socket := holding(t)
 	mine := socketHere(t)
 	id := identity(mine)
 	owns := func(f *os.File) bool { return identity(f) == id }
@@ -397,9 +394,7 @@ func TestWithoutSockets(t *testing.T) {
 func TestProxiesWithoutRights(t *testing.T) {
 	for _, uid := range strangers() {
 		t.Run(fmt.Sprint("asks as user ", uid), func(t *testing.T) {
-			name := randomName()
-			a, socket := proxy(t, name, newcomer)
-			a.works(socket)
+			name, _, socket := holding(t)
 			for _, env := range []string{newcomer, "x=y"} {
 				if got := weak(t, name, uid, env).expect("run ended: "); got != errNotPermitted.Error() {
 					t.Error(got)
@@ -476,9 +471,7 @@ func TestNamesBelongToNetworkNamespaces(t *testing.T) {
 
 // A process in another pid namespace has no id here, and can be talked to nevertheless.
 func TestHolderInAnotherContainer(t *testing.T) {
-	name := randomName()
-	a, socket := proxy(t, name, newcomer)
-	a.works(socket)
+	name, _, socket := holding(t)
 	cmd := prepare("lease", newcomer, "KEEPER_TEST_NAME="+name)
 	cmd.SysProcAttr = &syscall.SysProcAttr{Cloneflags: unix.CLONE_NEWPID}
 	b := begin(t, cmd, cmd.Start)
