@@ -9,14 +9,14 @@ import (
 // budget is how many lines of Go each wing of the product may have, without tests. To raise a number is a decision: say
 // in the commit what the lines are for, and what they replace.
 var budget = map[string]int{
-	"cmd":              3_800,
-	"nft":              17_850,
-	"ipvsplugin":       3_300,
-	"sync":             14_600,
-	"internal/system":  6_110,
-	"internal/proxy":   24_310,
-	"internal/answers": 11_600,
-	"internal/lab":     7_300,
+	"cmd":              4_770,
+	"nft":              17_970,
+	"ipvsplugin":       3_280,
+	"sync":             13_560,
+	"internal/system":  7_570,
+	"internal/proxy":   26_380,
+	"internal/answers": 14_810,
+	"internal/lab":     7_280,
 }
 
 // slack is how far below its budget a wing may be before the budget has to follow.

@@ -119,8 +119,6 @@ var policyFlags = []option{
 	word("second-chance", "off|observe|on", "what happens to TCP endpoints that do not answer or refuse: on ejects "+
 		"them until they answer again, observe only reports them (default "+DefaultSecondChance+")",
 		verdictKind+".secondChance"),
-	word("records", "on|off", "record connections to Services: who connected, how much was sent, and how each ended "+
-		"(default off)", verdictKind+".records"),
 	sets("ping-services", "let cluster IPs and load balancer addresses with an endpoint answer a ping (default true)",
 		verdictKind+".pingServices"),
 	sets("reject-unused-ports", "reject packets from outside to unused ports of load balancer addresses (default true)",

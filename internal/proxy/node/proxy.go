@@ -200,11 +200,11 @@ func runProxy(ctx context.Context, socket *os.File, w *configWatcher, life lifet
 	}
 	defer flows.Close()
 	v, err := servingOf(w, s, events, publisher, life.hasLease)
-	if err == nil {
-		object.records, err = openRecords(s, name, w.host, podsOf(objects, log), log)
-	}
 	if err != nil {
 		return err
+	}
+	if object.records, err = openRecords(s, name, w.host, podsOf(objects, log), log); err != nil {
+		log.Error("connections are not recorded", "err", err)
 	}
 	defer func() { err = errors.Join(err, object.records.close(life.ends(context.Cause(ctx)))) }()
 	p := &proxy{config: w, object: object, events: events, updates: make(chan configUpdate), apiServer: apiServer(s),
@@ -219,8 +219,7 @@ func runProxy(ctx context.Context, socket *os.File, w *configWatcher, life lifet
 	starting.Stop()
 	return p.run(ctx, cleaner, &Node{
 		Config: p.policy(), Backend: opened, Flows: flows, Log: log, RouteLocalnet: RouteLocalnet, Prober: &outlier.TCP{},
-		Ledger: newLedger(s, opened, log), serving: v, minInterval: s.MinSyncPeriod,
-		updates: p.updates,
+		Ledger: newLedger(s, opened, log), serving: v, minInterval: s.MinSyncPeriod, updates: p.updates,
 		Sources: []Source{&nodeSource{objects, object, p.ipvs}, &watch.Host{Report: reporter(log)}},
 		stuck:   func(what string) { abort(log, what) },
 	})
