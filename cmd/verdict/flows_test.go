@@ -48,7 +48,7 @@ func TestFlows(t *testing.T) {
 		"--zones --price 0.5": "2.0000\n4000.0 MB crossed zones, 0.0 kB stayed within one, of 0.0 kB a zone is not known; " +
 			"cost: 2.0000",
 		"--follow --until-eof": "", // there is no input
-		"--map": `"arrows":[{"client":"shop/web-0","zone":"a","service":"shop/cart","sent":500000000,"received":1500000000,` +
+		"--map": `{"client":"shop/web-0","zone":"a","service":"shop/cart","sent":500000000,"received":1500000000,` +
 			`"connections":1,"failures":1}]`,
 	} {
 		if got, err := run(strings.Fields(args)...); err != nil || !strings.Contains(got, want) {

@@ -123,6 +123,8 @@ var policyFlags = []option{
 		verdictKind+".pingServices"),
 	sets("reject-unused-ports", "reject packets from outside to unused ports of load balancer addresses (default true)",
 		verdictKind+".rejectUnusedPorts"),
+	word("records", "off|on", "whether connections to Services are recorded: who connected, how much was sent, how it "+
+		"ended (default off)", verdictKind+".records"),
 }
 
 var serverFlags = []option{
@@ -132,8 +134,6 @@ var serverFlags = []option{
 		"/var/run/secrets/verdict-collector/token)", verdictKind+".everywhereToken"),
 	sets("ledger", "the directory for a ledger of what is written to the kernel, such as /var/lib/verdict/ledger "+
 		"(default none)", verdictKind+".ledger"),
-	word("records", "off|on", "whether connections to Services are recorded: who connected, how much was sent, how it "+
-		"ended (default off)", verdictKind+".records"),
 	sets("records-file", "file that records are appended to, such as /var/log/verdict/flows.jsonl (default none)",
 		verdictKind+".recordsFile"),
 	sets("records-otlp", "URL of the OpenTelemetry collector that records are sent to, such as "+
