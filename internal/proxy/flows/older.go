@@ -73,10 +73,13 @@ func (r *Recorder) lookAtOlder(ctx context.Context) {
 // look looks at all flows once, and makes records of those that are gone.
 func (r *Recorder) look(now time.Time) error {
 	o := &r.older
-	err := r.o.Look(func(f *conntrack.Flow) {
+	r.mu.Lock()
+	r.settle(now)
+	ipvs := r.services.ipvs
+	r.mu.Unlock()
+	err := r.o.Look(ipvs, func(f *conntrack.Flow) {
 		r.mu.Lock()
 		defer r.mu.Unlock()
-		r.settle(now)
 		k := keyOf(f)
 		if o.looks == 0 && len(o.flows) < maxOlder && !f.Start.After(r.opened) &&
 			r.services.owner(f.Frontend, f.Start) != nil {

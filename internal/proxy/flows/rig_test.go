@@ -109,8 +109,7 @@ func (r *rig) open() {
 			return err
 		}
 		r.recorder, err = OpenRecorder(RecorderOptions{Sink: r.sink, Names: r.names, Own: map[uint32]bool{port: true},
-			Look:   func(do func(*conntrack.Flow)) error { return r.looks.Look(false, do) },
-			Sysctl: r.sysctl, Log: slog.New(slog.NewTextHandler(r.t.Output(), nil))})
+			Look: r.looks.Look, Sysctl: r.sysctl, Log: slog.New(slog.NewTextHandler(r.t.Output(), nil))})
 		return err
 	}))
 	cleaner := conntrack.NewCleaner(r.own, nil)

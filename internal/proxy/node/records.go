@@ -15,7 +15,6 @@ import (
 	"github.com/verdict-proxy/verdict/internal/proxy/conntrack"
 	"github.com/verdict-proxy/verdict/internal/proxy/flows"
 	"github.com/verdict-proxy/verdict/internal/system/sysctl"
-	"github.com/verdict-proxy/verdict/sync/dataplane"
 	"github.com/verdict-proxy/verdict/sync/reconcile"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 	"github.com/verdict-proxy/verdict/sync/watch"
@@ -60,11 +59,8 @@ func openRecords(s *config.Settings, host sysctl.Host, pods *watch.Pods, log *sl
 	if r.looks, err = conntrack.Dial(0); err != nil {
 		return nil, err
 	}
-	ipvs := s.Policy.IPVS.Mode != dataplane.IPVSNever
 	r.Recorder, err = flows.OpenRecorder(flows.RecorderOptions{
-		Sink: r.sink, Names: r.names, Own: r.own, IPVS: ipvs, Log: log, Sysctl: readConntrack,
-		Look: func(do func(*conntrack.Flow)) error { return r.looks.Look(ipvs, do) },
-	})
+		Sink: r.sink, Names: r.names, Own: r.own, Log: log, Sysctl: readConntrack, Look: r.looks.Look})
 	if err != nil {
 		return nil, errors.Join(err, r.looks.Close())
 	}
