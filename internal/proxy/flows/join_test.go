@@ -45,7 +45,8 @@ func TestFinish(t *testing.T) {
 		{conntrack.Flow{State: conntrack.TCPClose, Answered: true}, "client endpoint", false, "reset by endpoint"},
 		{conntrack.Flow{State: conntrack.TCPEstablished, Answered: true, By: own}, "", false, "released"},
 		{conntrack.Flow{State: conntrack.TCPEstablished, Answered: true, By: own}, "", true, "ejected"},
-		{conntrack.Flow{State: conntrack.TCPEstablished, Answered: true, By: foreign}, "", true, "released by another program"},
+		{conntrack.Flow{State: conntrack.TCPEstablished, Answered: true, By: foreign}, "", true,
+			"released by another program"},
 	} {
 		var got []Record
 		r := &Recorder{o: RecorderOptions{Own: map[uint32]bool{own: true}, Names: NewNames(),
