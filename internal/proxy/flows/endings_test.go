@@ -186,3 +186,18 @@ func (r *rig) testLeftOut() {
 	none := netip.AddrPortFrom(lab.Nth(lab.ServiceRange[0], 2), 80)
 	r.expect(r.try(r.Pods[0], snapshot.TCP, none), snapshot.TCP, "rejected no-endpoints")
 }
+
+// TestOpen: while somebody asks for it, a connection has a record when it begins, too.
+func TestOpen(t *testing.T) {
+	r := newRig(t, shortTimeouts...)
+	for _, f := range lab.Families() {
+		labtest.Check(t, r.recorder.SetOpen(true))
+		c := r.dial(r.Pods[0], snapshot.TCP, web(f, echoPort))
+		if got := r.expect(c.Local(), snapshot.TCP, "open"); got.Endpoint.Pod != "shop/web-1" || got.Failure() {
+			t.Errorf("%+v", got)
+		}
+		labtest.Check(t, r.recorder.SetOpen(false))
+		labtest.Check(t, c.Close())
+		r.expect(c.Local(), snapshot.TCP, "closed")
+	}
+}

@@ -13,7 +13,6 @@ import (
 	"github.com/verdict-proxy/verdict/internal/proxy/conntrack"
 	"github.com/verdict-proxy/verdict/internal/proxy/flows"
 	"github.com/verdict-proxy/verdict/internal/system/sysctl"
-	"github.com/verdict-proxy/verdict/sync/dataplane"
 	"github.com/verdict-proxy/verdict/sync/reconcile"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 	"github.com/verdict-proxy/verdict/sync/watch"
@@ -61,9 +60,8 @@ func openRecords(
 	}
 	r.book = flows.NewBook(flows.Options{Node: node, Memory: s.Records.MemoryMiB << 20, Series: s.MetricsMaxSeries,
 		ClientBits: s.Records.ClientBits, File: s.Records.File, OTLP: s.Records.OTLP, Log: log})
-	ipvs := s.Policy.IPVS.Mode != dataplane.IPVSNever
 	r.Recorder, err = flows.OpenRecorder(flows.RecorderOptions{
-		Sink: r.book.Add, Names: r.names, Own: r.own, IPVS: ipvs, Log: log, Sysctl: readConntrack,
+		Sink: r.book.Add, Names: r.names, Own: r.own, Log: log, Sysctl: readConntrack,
 		Look: func(ctx context.Context, do func(*conntrack.Flow)) error { return r.walker.Look(ctx, do) },
 	})
 	if err != nil {
