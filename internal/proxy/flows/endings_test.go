@@ -11,10 +11,10 @@ import (
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
-// shortTimeouts are the least that the kernel takes, but of what a test holds open.
-var shortTimeouts = []string{"tcp_timeout_time_wait=1", "tcp_timeout_close=1", "tcp_timeout_last_ack=1",
-	"tcp_timeout_close_wait=1", "tcp_timeout_fin_wait=1", "tcp_timeout_syn_sent=1", "udp_timeout=1",
-	"udp_timeout_stream=1"}
+// shortTimeouts are short for all but what a test holds open.
+var shortTimeouts = []string{"tcp_timeout_time_wait=2", "tcp_timeout_close=2", "tcp_timeout_last_ack=2",
+	"tcp_timeout_close_wait=2", "tcp_timeout_fin_wait=2", "tcp_timeout_syn_sent=2", "udp_timeout=2",
+	"udp_timeout_stream=2"}
 
 // ending is a way in which connections end.
 type ending struct {
