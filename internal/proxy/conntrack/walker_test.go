@@ -268,7 +268,7 @@ func TestMerge(t *testing.T) {
 	tcp6 := query{family: ipfamily.IPv6, protocol: snapshot.TCP}
 	udp6 := query{family: ipfamily.IPv6, protocol: snapshot.UDP}
 	all := query{both: true}
-	dns := queryFor(key(dnsKey))
+	dns, port80 := queryFor(key(dnsKey)), query{protocol: snapshot.TCP, endpoint: netip.MustParseAddrPort("0.0.0.0:80")}
 	new4 := query{protocol: snapshot.TCP, unanswered: true}
 	ends := slices.Collect(func(yield func(netip.AddrPort) bool) {
 		for i := byte(1); i <= maxSingleEndpoints; i++ {
@@ -290,7 +290,9 @@ func TestMerge(t *testing.T) {
 		{{{}, {family: ipfamily.IPv6}}, {all}},
 		{append([]query{all}, few...), {all}},
 		{few, few},
-		{append(few, other...), {tcp4}},
+		{append(few, other...), {port80}},
+		{append(few, tcp4, port80), {tcp4}},
+		{append(few, port80), {port80}},
 	} {
 		if got := merge(test[0]); !slices.Equal(got, test[1]) {
 			t.Errorf("%d: %v become %v, want %v", i, test[0], got, test[1])
@@ -312,6 +314,31 @@ func TestBothFamilies(t *testing.T) {
 	}))
 	if half := len(entries) / 2; got != [...]int{half, half} {
 		t.Errorf("%v flows of the families, want %d of each", got, half)
+	}
+}
+
+// TestPortAlone: the kernel lists the flows to endpoints with a port, whatever their addresses, and no others.
+func TestPortAlone(t *testing.T) {
+	conn := emptyHost(t)
+	for i, e := range []string{"10.0.0.1:80", "10.0.0.2:80", "10.0.0.1:81",
+		"[fd00::1]:80", "[fd00::2]:80", "[fd00::1]:81"} {
+		at := netip.MustParseAddrPort(e)
+		k := key("10.96.0.1:9/tcp")
+		if at.Addr().Is6() {
+			k = key("[fd00:96::1]:9/tcp")
+		}
+		insert(t, conn, entry{client: clientOf(i, at.Addr().Is6()), frontend: k, endpoint: at})
+	}
+	for _, f := range ipfamily.All {
+		got := 0
+		q := query{family: f, protocol: snapshot.TCP, endpoint: netip.AddrPortFrom(unspecified[f], 80)}
+		labtest.Check(t, conn.list(q, func(flows []flow) error {
+			got += len(flows)
+			return nil
+		}))
+		if got != 2 || !conn.filters() {
+			t.Errorf("%v: %d flows to port 80, want 2; the kernel filters: %v", f, got, conn.filters())
+		}
 	}
 }
 
