@@ -125,12 +125,11 @@ func TestServedTogether(t *testing.T) {
 			table.open(webKey, "10.0.0.1:80")
 			table.open(webKey, "10.0.0.2:80")
 			looked := 0
-			stop := w.Watch(time.Hour, Watcher{func(*Flow) { looked++ }, func(time.Time, error) {}})
+			labtest.Check(t, w.Look(t.Context(), func(*Flow) { looked++ }))
 			rest(time.Minute)
 			if table.looks() != 1 || looked != 3 {
-				t.Errorf("many %v: %d lists for a watcher, which got %d flows", many, table.looks(), looked)
+				t.Errorf("many %v: %d lists for a look at everything, which got %d flows", many, table.looks(), looked)
 			}
-			stop()
 			start := time.Now()
 			table.mu.Lock()
 			table.listed = nil
@@ -194,8 +193,7 @@ func TestWithinLongList(t *testing.T) {
 		table.each = 10 * time.Millisecond
 		ended := time.Duration(0)
 		start := time.Now()
-		defer w.Watch(time.Hour, Watcher{func(*Flow) {},
-			func(began time.Time, err error) { ended = time.Since(began) }})()
+		w.Watch(time.Hour, Watcher{func(*Flow) {}, func(began time.Time, err error) { ended = time.Since(began) }})
 		rest(time.Second)
 		table.open(webKey, "10.0.0.1:80")
 		w.apply(t, web(webOne))
