@@ -74,7 +74,11 @@ func (w *Walker) add(u *user) (remove func()) {
 	u.retry = retryFirst
 	w.mu.Lock()
 	defer w.mu.Unlock()
-	w.users = append(slices.Clone(w.users), u)
+	if w.users = slices.Clone(w.users); u.whole { // these are the last, and see who else is due
+		w.users = append(w.users, u)
+	} else {
+		w.users = slices.Insert(w.users, 0, u)
+	}
 	w.wakeUp()
 	return func() {
 		w.mu.Lock()
@@ -136,7 +140,8 @@ func (w *Walker) round(ctx context.Context, within bool) {
 			rested, early = now, now
 		}
 		due, any := u.next(rested, early)
-		if any && !due.After(now) && u.look == nil && !(u.whole && r.narrow && len(r.users) > 0) {
+		waits := u.whole && (within || r.narrow && len(r.users) > 0 && !r.users[0].whole)
+		if any && !due.After(now) && u.look == nil && !waits {
 			u.Walked = Walked{}
 			if u.look = u.start(); u.look != nil {
 				r.users = append(r.users, u)
