@@ -71,7 +71,7 @@ func writeFilter(w *netlink.Buffer, q query) {
 func writeReplyFilter(w *netlink.Buffer, q query) {
 	flags := uint32(filterProto | filterSrcPort)
 	reply := w.Nest(ctaTupleReply)
-	if q.endpoint.Addr().Is4() {
+	if !q.anyAddr() {
 		flags |= filterIPSrc
 		ip := w.Nest(ctaTupleIP)
 		w.Attr(ctaIPv4Src, q.endpoint.Addr().AsSlice()...)

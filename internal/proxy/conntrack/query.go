@@ -20,7 +20,8 @@ type query struct {
 	// addr and port are the original destination of the flow.
 	addr netip.Addr
 	port uint16
-	// endpoint is the source of the replies. If it is set, addr and port are not.
+	// endpoint is the source of the replies, of whatever address if that is unspecified. If it is set, addr and port are
+	// not.
 	endpoint netip.AddrPort
 	// unanswered asks for flows that nobody has answered. A kernel before 5.15 lists others, too.
 	unanswered bool
@@ -42,7 +43,7 @@ func queryFor(k dataplane.Key) query {
 
 // matches says whether the query asks for a flow.
 func (q *query) matches(f *flow) bool {
-	if e := q.endpoint; e.IsValid() && (f.endpoint.Port() != e.Port() || e.Addr().Is4() && f.endpoint != e) {
+	if e := q.endpoint; e.IsValid() && (f.endpoint.Port() != e.Port() || !q.anyAddr() && f.endpoint != e) {
 		return false
 	}
 	return (q.protocol == 0 || f.frontend.Protocol == q.protocol) &&
@@ -51,10 +52,18 @@ func (q *query) matches(f *flow) bool {
 
 // covers says whether a list of q shows what o asks for.
 func (q query) covers(o query) bool {
+	if q.anyAddr() {
+		o.endpoint = netip.AddrPortFrom(q.endpoint.Addr(), o.endpoint.Port())
+	}
 	return (q.both || !o.both && q.family == o.family) && (q.protocol == 0 || q.protocol == o.protocol) &&
 		(!q.addr.IsValid() || q.addr == o.addr) && (q.port == 0 || q.port == o.port) &&
 		(!q.endpoint.IsValid() || q.endpoint == o.endpoint) && (!q.unanswered || o.unanswered)
 }
+
+var unspecified = ipfamily.Per[netip.Addr]{netip.IPv4Unspecified(), netip.IPv6Unspecified()}
+
+// anyAddr says that the query asks for endpoints with a port, whatever their addresses.
+func (q query) anyAddr() bool { return q.endpoint.Addr().IsUnspecified() }
 
 // breadth is 1 if the query asks for all flows of a protocol, or of all protocols.
 func (q query) breadth() int {
@@ -100,7 +109,7 @@ func endpointQueries(endpoints iter.Seq[netip.AddrPort], all, narrow bool) (list
 		for e := range endpoints {
 			q := query{family: ipfamily.Of(e.Addr()), protocol: snapshot.TCP, endpoint: e}
 			if q.family == ipfamily.IPv6 { // the kernel compares the port alone
-				q.endpoint = netip.AddrPortFrom(netip.IPv6Unspecified(), e.Port())
+				q.endpoint = netip.AddrPortFrom(unspecified[q.family], e.Port())
 			}
 			if !yield(q) {
 				return
@@ -119,8 +128,10 @@ func reduce(wanted iter.Seq[query], narrow bool) (list []query) {
 			q = all
 		}
 		switch group := groups[all]; {
-		case slices.Contains(group, q) || slices.Contains(group, all):
-		case q.endpoint.IsValid() && len(group) >= maxSingleEndpoints, !q.endpoint.IsValid() && len(group) >= maxSingle:
+		case slices.ContainsFunc(group, func(o query) bool { return o.covers(q) }):
+		case q.endpoint.IsValid() && len(group) >= maxSingleEndpoints:
+			groups[all] = byPort(append(group, q), all)
+		case !q.endpoint.IsValid() && len(group) >= maxSingle:
 			groups[all] = []query{all}
 		default:
 			groups[all] = append(group, q)
@@ -133,6 +144,24 @@ func reduce(wanted iter.Seq[query], narrow bool) (list []query) {
 		list = append(list, group...)
 	}
 	slices.SortFunc(list, query.compare)
+	return list
+}
+
+// maxPorts is how many ports get a query each, where there are many endpoints.
+const maxPorts = 2
+
+// byPort returns queries for the ports of endpoints, whatever their addresses, or one for all if there are many ports.
+// Endpoints of one Service mostly have one port, so that little else is listed.
+func byPort(group []query, all query) (list []query) {
+	for _, q := range group {
+		q.endpoint = netip.AddrPortFrom(unspecified[q.family], q.endpoint.Port())
+		if !slices.Contains(list, q) {
+			list = append(list, q)
+		}
+	}
+	if len(list) > maxPorts {
+		return []query{all}
+	}
 	return list
 }
 

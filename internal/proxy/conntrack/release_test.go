@@ -742,7 +742,7 @@ func BenchmarkReleaseFollow(b *testing.B) {
 	}
 }
 
-// TestReleaseQueries: few endpoints get a query each, many one for their family.
+// TestReleaseQueries: few endpoints get a query each, many one for their port, or for their family.
 func TestReleaseQueries(t *testing.T) {
 	look := func(endpoints ...string) *releaseLook {
 		l := &releaseLook{due: map[goneKey]*lookedAt{}}
@@ -754,9 +754,11 @@ func TestReleaseQueries(t *testing.T) {
 	all4, all6 := query{protocol: snapshot.TCP}, query{family: ipfamily.IPv6, protocol: snapshot.TCP}
 	one4 := query{protocol: snapshot.TCP, endpoint: netip.MustParseAddrPort("10.0.0.1:80")}
 	port6 := query{family: ipfamily.IPv6, protocol: snapshot.TCP, endpoint: netip.MustParseAddrPort("[::]:80")}
-	var many []string
+	port4 := query{protocol: snapshot.TCP, endpoint: netip.MustParseAddrPort("0.0.0.0:80")}
+	var many, ports []string
 	for i := range maxSingleEndpoints + 1 {
 		many = append(many, fmt.Sprintf("10.0.0.%d:80", i))
+		ports = append(ports, fmt.Sprintf("10.0.0.%d:%d", i, 80+i%(maxPorts+1)))
 	}
 	everything := look()
 	everything.all = true
@@ -767,7 +769,8 @@ func TestReleaseQueries(t *testing.T) {
 	}{
 		{look("10.0.0.1:80"), true, []query{one4}},
 		{look("[fd00::1]:80", "[fd00::2]:80"), true, []query{port6}},
-		{look(many...), true, []query{all4}},
+		{look(many...), true, []query{port4}},
+		{look(ports...), true, []query{all4}},
 		{look("10.0.0.1:80", "[fd00::1]:80"), false, []query{{}, {family: ipfamily.IPv6}}},
 		{everything, true, []query{all4, all6}},
 	} {

@@ -25,8 +25,9 @@ type Walker struct {
 // user is somebody for whom a Walker lists flows, with its pace.
 type user struct {
 	// next returns when flows are to be listed, if at all: not before rested, when the rest after the last look is over,
-	// or not before early, when a short rest is, if clients wait for it. start starts a look at what is due.
-	next  func(rested, early time.Time) (due time.Time, any bool)
+	// or not before early, when a short rest is, if clients wait for it.
+	next func(rested, early time.Time) (due time.Time, any bool)
+	// start starts a look at what is due; nil if nothing is any more.
 	start func() look
 	// mostRest bounds the rest after a look that took long.
 	mostRest time.Duration
@@ -68,11 +69,22 @@ func NewWalker(c *Conn) *Walker { return newWalker(c) }
 
 func newWalker(t table) *Walker { return &Walker{table: t, wake: make(chan struct{}, 1)} }
 
-func (w *Walker) add(u *user) {
+// add adds a user, and returns what removes it.
+func (w *Walker) add(u *user) (remove func()) {
 	u.retry = retryFirst
 	w.mu.Lock()
 	defer w.mu.Unlock()
-	w.users = append(slices.Clone(w.users), u)
+	if w.users = slices.Clone(w.users); u.whole { // these are the last, and see who else is due
+		w.users = append(w.users, u)
+	} else {
+		w.users = slices.Insert(w.users, 0, u)
+	}
+	w.wakeUp()
+	return func() {
+		w.mu.Lock()
+		defer w.mu.Unlock()
+		w.users = slices.DeleteFunc(slices.Clone(w.users), func(other *user) bool { return other == u })
+	}
 }
 
 func (w *Walker) all() []*user {
@@ -128,9 +140,12 @@ func (w *Walker) round(ctx context.Context, within bool) {
 			rested, early = now, now
 		}
 		due, any := u.next(rested, early)
-		if any && !due.After(now) && u.look == nil && !(u.whole && r.narrow && len(r.users) > 0) {
-			u.look, u.Walked = u.start(), Walked{}
-			r.users = append(r.users, u)
+		waits := u.whole && (within || r.narrow && len(r.users) > 0 && !r.users[0].whole)
+		if any && !due.After(now) && u.look == nil && !waits {
+			u.Walked = Walked{}
+			if u.look = u.start(); u.look != nil {
+				r.users = append(r.users, u)
+			}
 		}
 	}
 	r.run(ctx)

@@ -1,6 +1,7 @@
 package conntrack
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"net/netip"
@@ -125,12 +126,11 @@ func TestServedTogether(t *testing.T) {
 			table.open(webKey, "10.0.0.1:80")
 			table.open(webKey, "10.0.0.2:80")
 			looked := 0
-			stop := w.Watch(time.Hour, Watcher{func(*Flow) { looked++ }, func(time.Time, error) {}})
+			labtest.Check(t, w.Look(t.Context(), func(*Flow) { looked++ }))
 			rest(time.Minute)
 			if table.looks() != 1 || looked != 3 {
-				t.Errorf("many %v: %d lists for a watcher, which got %d flows", many, table.looks(), looked)
+				t.Errorf("many %v: %d lists for a look at everything, which got %d flows", many, table.looks(), looked)
 			}
-			stop()
 			start := time.Now()
 			table.mu.Lock()
 			table.listed = nil
@@ -194,15 +194,24 @@ func TestWithinLongList(t *testing.T) {
 		table.each = 10 * time.Millisecond
 		ended := time.Duration(0)
 		start := time.Now()
-		defer w.Watch(time.Hour, Watcher{func(*Flow) {},
-			func(began time.Time, err error) { ended = time.Since(began) }})()
+		w.Watch(time.Hour, Watcher{func(*Flow) {}, func(began time.Time, err error) { ended = time.Since(began) }})
 		rest(time.Second)
 		table.open(webKey, "10.0.0.1:80")
 		w.apply(t, web(webOne))
 		if rest(900 * time.Millisecond); len(table.left()) != 1000 {
 			t.Errorf("who opens a connection waits for a long list")
 		}
-		if rest(time.Minute); ended < 20*time.Second || ended > 21*time.Second {
+		again := time.Duration(0)
+		go func() {
+			err := w.Look(t.Context(), func(*Flow) { again = cmp.Or(again, time.Since(start)) })
+			if err != nil {
+				t.Error(err)
+			}
+		}()
+		if rest(time.Minute); again < ended {
+			t.Errorf("a look at everything began after %v, within another one", again)
+		}
+		if ended < 20*time.Second || ended > 21*time.Second {
 			t.Errorf("the list was to take 10 s, and as much for pauses; it took %v of %v", ended, time.Since(start))
 		}
 	})
@@ -268,7 +277,7 @@ func TestMerge(t *testing.T) {
 	tcp6 := query{family: ipfamily.IPv6, protocol: snapshot.TCP}
 	udp6 := query{family: ipfamily.IPv6, protocol: snapshot.UDP}
 	all := query{both: true}
-	dns := queryFor(key(dnsKey))
+	dns, port80 := queryFor(key(dnsKey)), query{protocol: snapshot.TCP, endpoint: netip.MustParseAddrPort("0.0.0.0:80")}
 	new4 := query{protocol: snapshot.TCP, unanswered: true}
 	ends := slices.Collect(func(yield func(netip.AddrPort) bool) {
 		for i := byte(1); i <= maxSingleEndpoints; i++ {
@@ -290,7 +299,9 @@ func TestMerge(t *testing.T) {
 		{{{}, {family: ipfamily.IPv6}}, {all}},
 		{append([]query{all}, few...), {all}},
 		{few, few},
-		{append(few, other...), {tcp4}},
+		{append(few, other...), {port80}},
+		{append(few, tcp4, port80), {tcp4}},
+		{append(few, port80), {port80}},
 	} {
 		if got := merge(test[0]); !slices.Equal(got, test[1]) {
 			t.Errorf("%d: %v become %v, want %v", i, test[0], got, test[1])
@@ -312,6 +323,31 @@ func TestBothFamilies(t *testing.T) {
 	}))
 	if half := len(entries) / 2; got != [...]int{half, half} {
 		t.Errorf("%v flows of the families, want %d of each", got, half)
+	}
+}
+
+// TestPortAlone: the kernel lists the flows to endpoints with a port, whatever their addresses, and no others.
+func TestPortAlone(t *testing.T) {
+	conn := emptyHost(t)
+	for i, e := range []string{"10.0.0.1:80", "10.0.0.2:80", "10.0.0.1:81",
+		"[fd00::1]:80", "[fd00::2]:80", "[fd00::1]:81"} {
+		at := netip.MustParseAddrPort(e)
+		k := key("10.96.0.1:9/tcp")
+		if at.Addr().Is6() {
+			k = key("[fd00:96::1]:9/tcp")
+		}
+		insert(t, conn, entry{client: clientOf(i, at.Addr().Is6()), frontend: k, endpoint: at})
+	}
+	for _, f := range ipfamily.All {
+		got := 0
+		q := query{family: f, protocol: snapshot.TCP, endpoint: netip.AddrPortFrom(unspecified[f], 80)}
+		labtest.Check(t, conn.list(q, func(flows []flow) error {
+			got += len(flows)
+			return nil
+		}))
+		if got != 2 || !conn.filters() {
+			t.Errorf("%v: %d flows to port 80, want 2; the kernel filters: %v", f, got, conn.filters())
+		}
 	}
 }
 

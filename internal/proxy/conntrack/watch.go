@@ -2,8 +2,7 @@ package conntrack
 
 import (
 	"context"
-	"slices"
-	"sync"
+	"sync/atomic"
 	"time"
 )
 
@@ -20,42 +19,16 @@ type watch struct {
 	Watcher
 	period     time.Duration
 	due, began time.Time
-
-	// mu protects stopped.
-	mu      sync.Mutex
-	stopped bool
 }
 
 // watchShare bounds looks at everything: the next one comes after so many times as long as the last one took.
 const watchShare = 20
 
 // Watch shows a Watcher all flows at once, and from then on every period, but not so often that it would take more than
-// a twentieth of the time. After stop, the Watcher is not called any more.
-func (w *Walker) Watch(period time.Duration, to Watcher) (stop func()) {
+// a twentieth of the time.
+func (w *Walker) Watch(period time.Duration, to Watcher) {
 	o := &watch{Watcher: to, period: period}
-	u := &user{next: o.next, start: o.start, whole: true}
-	w.add(u)
-	w.wakeUp()
-	return func() {
-		w.mu.Lock()
-		w.users = slices.DeleteFunc(slices.Clone(w.users), func(other *user) bool { return other == u })
-		w.mu.Unlock()
-		o.mu.Lock()
-		o.stopped = true
-		o.mu.Unlock()
-	}
-}
-
-// Look shows all flows once; do may get one twice, and each is valid until it returns. It waits for Run.
-func (w *Walker) Look(ctx context.Context, do func(*Flow)) error {
-	ended := make(chan error, 1)
-	defer w.Watch(time.Hour, Watcher{do, func(_ time.Time, err error) { ended <- err }})()
-	select {
-	case <-ctx.Done():
-		return ctx.Err()
-	case err := <-ended:
-		return err
-	}
+	w.add(&user{next: o.next, start: o.start, whole: true})
 }
 
 func (o *watch) next(_, _ time.Time) (due time.Time, any bool) { return o.due, true }
@@ -65,16 +38,10 @@ func (o *watch) start() look {
 	return o
 }
 
-func (o *watch) queries(bool) []query { return []query{{both: true}} }
+func (o *watch) queries(bool) []query { return everything() }
 
 func (o *watch) see(_ context.Context, _ *pace, flows []flow) error {
-	o.mu.Lock()
-	defer o.mu.Unlock()
-	var f Flow
-	for i := 0; i < len(flows) && !o.stopped; i++ {
-		f.take(&flows[i])
-		o.Flow(&f)
-	}
+	show(flows, o.Flow)
 	return nil
 }
 
@@ -82,10 +49,71 @@ func (o *watch) done(_ context.Context, w Walked, retry time.Duration) (vain boo
 	if o.due = o.began.Add(max(o.period, watchShare*w.Took)); w.Err != nil {
 		o.due = time.Now().Add(retry)
 	}
-	o.mu.Lock()
-	defer o.mu.Unlock()
-	if !o.stopped {
-		o.Done(o.began, w.Err)
-	}
+	o.Done(o.began, w.Err)
 	return true
+}
+
+func everything() []query { return []query{{both: true}} }
+
+// show shows flows of a list.
+func show(flows []flow, do func(*Flow)) {
+	var f Flow
+	for i := range flows {
+		f.take(&flows[i])
+		do(&f)
+	}
+}
+
+// Look shows all flows once; do may get one twice, and each is valid until it returns. It waits for Run.
+func (w *Walker) Look(ctx context.Context, do func(*Flow)) error {
+	return w.ask(ctx, &asked{list: func(bool) []query { return everything() },
+		show: func(flows []flow) error {
+			show(flows, do)
+			return nil
+		}}, &user{whole: true})
+}
+
+// asked is a look that somebody waits for. It is due at once: who asks has a pace of his own.
+type asked struct {
+	list  func(narrow bool) []query
+	show  func(flows []flow) error
+	ctx   context.Context
+	taken atomic.Bool
+	ended chan error
+}
+
+// ask takes a look for a user who is there for that alone.
+func (w *Walker) ask(ctx context.Context, a *asked, u *user) error {
+	a.ctx, a.ended = ctx, make(chan error, 1)
+	u.next = func(_, _ time.Time) (due time.Time, any bool) { return due, !a.taken.Load() }
+	u.start = func() look {
+		if a.taken.Swap(true) {
+			return nil
+		}
+		return a
+	}
+	defer w.add(u)()
+	select {
+	case err := <-a.ended:
+		return err
+	case <-ctx.Done():
+		if a.taken.Swap(true) {
+			return <-a.ended // it has begun
+		}
+		return ctx.Err()
+	}
+}
+
+func (a *asked) queries(narrow bool) []query { return a.list(narrow) }
+
+func (a *asked) see(_ context.Context, _ *pace, flows []flow) error {
+	if err := a.ctx.Err(); err != nil {
+		return err
+	}
+	return a.show(flows)
+}
+
+func (a *asked) done(_ context.Context, w Walked, _ time.Duration) (vain bool) {
+	a.ended <- w.Err
+	return false
 }
