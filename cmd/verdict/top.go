@@ -37,7 +37,7 @@ The heading shows the Node's name if the proxy answers at 127.0.0.1:10256, else 
 
 While records are on (docs/FLOWS.md) and the proxy answers at 127.0.0.1:10249, top shows what clients
 sent and received a second, too: the average of the last whole minute, since records have no finer
-grain, by the connections that ended in it.
+grain.
 
 Keys: up and down (or k and j) select, enter shows and hides the endpoints, s sorts by rate, total
 or name, / filters by a part of the name, ? shows all keys, q quits.

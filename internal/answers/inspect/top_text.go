@@ -26,7 +26,7 @@ func (s *Sample) Print(p *terminal.Printer, shown int) {
 		p.Line("%s", p.Paint(terminal.Red, n))
 	}
 	if !s.TrafficMinute.IsZero() {
-		p.Line("%s", p.Paint(terminal.Dim, "SENT/S and RECV/S: of the connections that ended in the minute from "+
+		p.Line("%s", p.Paint(terminal.Dim, "SENT/S and RECV/S: the average of the minute from "+
 			s.TrafficMinute.Local().Format("15:04")+" on"))
 	}
 	p.Line("%s", p.Paint(terminal.Dim, fmt.Sprintf("%s connections/s to %s, over %gs",

@@ -2,7 +2,6 @@ package flows
 
 import (
 	"context"
-	"iter"
 	"log/slog"
 	"net/netip"
 	"sync"
@@ -93,7 +92,7 @@ func NewBook(o Options) *Book {
 	return b
 }
 
-// Add adds a record. An open connection is only shown to readers who want that; Look counts it.
+// Add adds a record. An open connection is only shown to readers who want that; AddOpen counts it.
 func (b *Book) Add(r Record) {
 	r.Weight = max(r.Weight, 1)
 	uncut := r.Client.Addr
@@ -119,17 +118,21 @@ func (b *Book) Add(r Record) {
 	}
 }
 
-// Look replaces what the sums of this minute say of open connections by those of a look.
-func (b *Book) Look(open iter.Seq[Record]) {
+// BeginLook begins a look at open connections: AddOpen counts them, in place of those of the look before.
+func (b *Book) BeginLook() {
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	b.sums.look(func(yield func(Record) bool) {
-		for r := range open {
-			if b.o.cut(&r.Client); !yield(r) {
-				return
-			}
-		}
-	}, b.o.Now())
+	b.sums.turn(b.o.Now())
+	b.sums.now.look++
+}
+
+// AddOpen adds a connection that a look shows, with its traffic since the last one. If its End is not Open, it is about
+// to end, and only its traffic counts.
+func (b *Book) AddOpen(r Record) {
+	b.o.cut(&r.Client)
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	b.sums.addOpen(&r, b.o.Now())
 }
 
 // cut leaves the prefix of the address of a client outside the cluster.

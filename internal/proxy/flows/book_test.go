@@ -246,15 +246,58 @@ func TestClientPrefix(t *testing.T) {
 	}
 }
 
+// look is a look that shows open connections.
+func look(b *Book, open ...Record) {
+	b.BeginLook()
+	for _, r := range open {
+		r.End = Open
+		b.AddOpen(r)
+	}
+}
+
+// TestOpenTraffic: sums get the traffic of an open connection as it flows, and nothing of it twice.
+func TestOpenTraffic(t *testing.T) {
+	c := newClock()
+	b := NewBook(Options{Now: c.now})
+	var open openFlows
+	k, r := flowKey{id: 1}, fromPod("shop/web", "shop/cart", 1)
+	for minute, bytes := range []uint64{100, 250, 250, 900} {
+		r.Sent, r.counted = Traffic{uint64(minute), bytes}, [2]Traffic{}
+		if open.looks++; !open.see(k, &r) || open.see(k, &Record{}) {
+			t.Error("a look counts a connection once")
+		}
+		look(b, r)
+		open.looked()
+		c.at = c.at.Add(time.Minute)
+	}
+	r.Sent, r.counted = Traffic{9, 1000}, [2]Traffic{}
+	open.ended(k, &r)
+	b.Add(r)
+	_, all := ask[Sum](t, b, "sums=1")
+	var got []uint64
+	for _, s := range all {
+		got = append(got, s.Sent.Bytes)
+	}
+	if !slices.Equal(got, []uint64{100, 150, 0, 650, 100}) {
+		t.Errorf("by the minute: %d", got)
+	}
+	if _, list := ask[Record](t, b, ""); len(list) != 1 || list[0].Sent.Bytes != 1000 {
+		t.Errorf("the list has %+v", list)
+	}
+	if len(open.flows) > 0 {
+		t.Errorf("known still: %v", open.flows)
+	}
+}
+
 // TestLook: sums have the open connections of the last look of their minute, and lists have none.
 func TestLook(t *testing.T) {
 	c := newClock()
 	b := NewBook(Options{Now: c.now})
 	web, job := fromPod("shop/web", "shop/cart", 1), fromPod("shop/job", "shop/cart", 2)
-	b.Look(slices.Values([]Record{web, web, job}))
-	b.Look(slices.Values([]Record{web}))
+	look(b, web, web, job)
+	look(b, web)
 	c.at = c.at.Add(time.Minute)
-	b.Look(slices.Values([]Record{job, job}))
+	look(b, job, job)
 	_, all := ask[Sum](t, b, "sums=1")
 	open := map[string]uint64{}
 	for _, s := range all {
@@ -268,11 +311,12 @@ func TestLook(t *testing.T) {
 	}
 	b = NewBook(Options{Memory: 1 << 20, Now: c.now}) // which has too few rows for so many
 	for range 3 {
-		b.Look(func(yield func(Record) bool) {
-			for n := range uint64(1000) {
-				yield(fromPod(fmt.Sprint("shop/", n), "shop/cart", n))
-			}
-		})
+		b.BeginLook()
+		for n := range uint64(1000) {
+			look := fromPod(fmt.Sprint("shop/", n), "shop/cart", n)
+			look.End = Open
+			b.AddOpen(look)
+		}
 	}
 	_, all = ask[Sum](t, b, "sums=1")
 	sum := uint64(0)
@@ -297,7 +341,7 @@ func TestConcurrent(t *testing.T) {
 	}
 	all.Go(func() {
 		for range 20 {
-			b.Look(slices.Values([]Record{fromPod("shop/web", "shop/cart", 1)}))
+			look(b, fromPod("shop/web", "shop/cart", 1))
 			ask[Record](t, b, "")
 			ask[Sum](t, b, "sums=1")
 			b.Stats()

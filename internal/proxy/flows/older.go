@@ -47,8 +47,9 @@ func (o *older) ended(f *conntrack.Flow) time.Time {
 	return time.Time{}
 }
 
-// lookAtOlder looks at the flows from before the recorder, until all of them are gone.
-func (r *Recorder) lookAtOlder(ctx context.Context) {
+// lookAtFlows looks at all flows from time to time: at those from before the recorder, to see when they are gone, and
+// at open ones, for the sums.
+func (r *Recorder) lookAtFlows(ctx context.Context) {
 	next := time.NewTimer(0)
 	defer next.Stop()
 	for {
@@ -57,16 +58,11 @@ func (r *Recorder) lookAtOlder(ctx context.Context) {
 			return
 		case <-next.C:
 		}
-		if err := r.look(ctx, time.Now()); err != nil {
-			r.o.Log.Warn("records do not know the connections from before the start; trying again", "err", err)
+		began := time.Now()
+		if err := r.look(ctx, began); err != nil && ctx.Err() == nil {
+			r.o.Log.Warn("records lack open connections, and those from before the start; trying again", "err", err)
 		}
-		r.mu.Lock()
-		done := r.older.looks > 0 && len(r.older.flows) == 0
-		r.mu.Unlock()
-		if done {
-			return
-		}
-		next.Reset(lookEvery)
+		next.Reset(max(lookEvery, lookShare*time.Since(began)))
 	}
 }
 
@@ -75,7 +71,9 @@ func (r *Recorder) look(ctx context.Context, now time.Time) error {
 	o := &r.older
 	r.mu.Lock()
 	r.settle(now)
+	r.open.looks++
 	r.mu.Unlock()
+	r.o.Opens.BeginLook()
 	err := r.o.Look(ctx, func(f *conntrack.Flow) {
 		if !f.Translated() {
 			return
@@ -83,6 +81,7 @@ func (r *Recorder) look(ctx context.Context, now time.Time) error {
 		r.mu.Lock()
 		defer r.mu.Unlock()
 		k := keyOf(f)
+		r.seeOpen(k, f, now)
 		if o.looks == 0 && len(o.flows) < maxOlder && !f.Start.After(r.opened) &&
 			r.services.owner(f.Frontend, f.Start) != nil {
 			if o.flows == nil {
@@ -109,7 +108,23 @@ func (r *Recorder) look(ctx context.Context, now time.Time) error {
 		}
 	}
 	o.looks++
+	r.open.looked()
 	return nil
+}
+
+// seeOpen tells the sums of an open connection.
+func (r *Recorder) seeOpen(k flowKey, f *conntrack.Flow, now time.Time) {
+	if !isOpen(f) && r.open.flows[k] == nil {
+		return
+	}
+	record, _, ok := r.recordOf(f, now)
+	if !ok || !r.open.see(k, &record) {
+		return
+	}
+	if record.End = Open; !isOpen(f) {
+		record.End = Closed
+	}
+	r.o.Opens.AddOpen(record)
 }
 
 // vanished makes a record of a flow that was gone at the last two looks. One of TCP whose time was not over has ended
@@ -119,6 +134,7 @@ func (r *Recorder) vanished(f *olderFlow, now time.Time) {
 	if !ok {
 		return
 	}
+	r.open.ended(keyOf(&f.Flow), &record)
 	record.Time, record.Since, record.End = f.at, r.older.since, endOf(&f.Flow)
 	if !f.Start.IsZero() {
 		record.Seconds = f.at.Sub(f.Start).Seconds()

@@ -12,8 +12,19 @@ import (
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
+// sums returns the bytes that clients sent, by the book's sums, and how many connections are open.
+func (r *rig) sums() (sent, open uint64) {
+	_, all := ask[Sum](r.t, r.book, "sums=1")
+	for _, s := range all {
+		if sent += s.Sent.Bytes; s.Minute.Equal(all[len(all)-1].Minute) {
+			open += s.Open
+		}
+	}
+	return sent, open
+}
+
 // TestOlderConnections: connections from before the recorder have one record each, which says since when they are
-// known, whether the kernel tells of their end or not.
+// known, whether the kernel tells of their end or not. Sums have the bytes of open ones, once.
 func TestOlderConnections(t *testing.T) {
 	for _, events := range []string{"events=1", "events=2"} {
 		t.Run(events, func(t *testing.T) {
@@ -34,6 +45,11 @@ func TestOlderConnections(t *testing.T) {
 			began := time.Now()
 			young := r.dial(r.Pods[0], snapshot.TCP, web(ipfamily.IPv4, echoPort))
 			all := append(old, young)
+			labtest.Check(t, r.recorder.look(t.Context(), time.Now()))
+			before, open := r.sums()
+			if open != uint64(len(all)) || before == 0 {
+				t.Errorf("the sums have %d open connections with %d bytes", open, before)
+			}
 			for _, c := range all {
 				labtest.Check(t, c.Close())
 			}
@@ -50,11 +66,16 @@ func TestOlderConnections(t *testing.T) {
 			for range 2 {
 				labtest.Check(t, r.recorder.look(t.Context(), time.Now()))
 			}
+			sent := uint64(0)
 			for _, c := range all {
 				got := r.expect(c.Local(), snapshot.TCP, "closed")
 				if is := c != young; is == got.Since.IsZero() || got.Since.After(began) || is && got.Endpoint.Pod == "" {
 					t.Errorf("%+v", got)
 				}
+				sent += got.Sent.Bytes
+			}
+			if bytes, _ := r.sums(); bytes != sent || sent <= before {
+				t.Errorf("the records have %d bytes, the sums %d, of which %d were sent before the end", sent, bytes, before)
 			}
 			if len(r.records) > 0 {
 				t.Errorf("more records: %+v", r.records)

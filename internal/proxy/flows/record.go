@@ -34,6 +34,8 @@ type Record struct {
 	Since time.Time `json:"since,omitzero"`
 	// Weight is how many records this one stands for: 1, or more if records were sampled.
 	Weight uint32 `json:"weight"`
+	// counted is what sums already have of Sent and Received.
+	counted [2]Traffic
 }
 
 // Peer is one side of a connection. The names are empty if they are not known.

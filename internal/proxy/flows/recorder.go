@@ -24,6 +24,11 @@ type RecorderOptions struct {
 	// Look calls a function with all flows; see [conntrack.Walker.Look]. Without it, connections from before the recorder
 	// have no record.
 	Look func(ctx context.Context, do func(*conntrack.Flow)) error
+	// Opens, which must not be nil if Look is not, gets the open connections of each look.
+	Opens interface {
+		BeginLook()
+		AddOpen(Record)
+	}
 	// Own are the ports of the sockets by which the proxy deletes flows.
 	Own map[uint32]bool
 	// Names names both sides of a connection.
@@ -60,6 +65,7 @@ type Recorder struct {
 	// undecided are connections that were reset, whose reset may be logged still.
 	undecided []undecided
 	older     older
+	open      openFlows
 	settled   time.Time
 }
 
@@ -82,8 +88,10 @@ const (
 	resetMemory = 3 * time.Minute
 	// repeatedWithin is how soon a client sends a packet again that was dropped.
 	repeatedWithin = 2 * time.Minute
-	// lookEvery is how often flows are looked at that are older than the recorder.
+	// lookEvery is how often all flows are looked at. If that takes long, looks take at most one part in lookShare of the
+	// time.
 	lookEvery = 30 * time.Second
+	lookShare = 20
 )
 
 // OpenRecorder subscribes in the network namespace of the calling thread. From then on events wait for Run.
@@ -166,7 +174,7 @@ func (r *Recorder) Run(ctx context.Context) {
 		})
 	}
 	if r.o.Look != nil {
-		all.Go(func() { r.lookAtOlder(ctx) })
+		all.Go(func() { r.lookAtFlows(ctx) })
 	}
 }
 
@@ -241,6 +249,7 @@ func (r *Recorder) event(f *conntrack.Flow, ended bool) {
 		r.o.Sink(record)
 		return
 	}
+	r.open.ended(keyOf(f), &record)
 	r.finish(record, sp, f, now)
 }
 

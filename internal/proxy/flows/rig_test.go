@@ -51,6 +51,8 @@ type rig struct {
 	recorder *Recorder
 	names    *Names
 	walker   *conntrack.Walker
+	// book gets the records, too.
+	book *Book
 	// own is what deletes flows for the proxy.
 	own *conntrack.Conn
 
@@ -72,7 +74,7 @@ func newRig(t *testing.T, sysctls ...string) *rig {
 func newRigWith(t *testing.T, server func(*lab.Cluster) *lab.Host, sysctls ...string) *rig {
 	t.Helper()
 	r := &rig{t: t, Cluster: labtest.NewCluster(t, lab.Config{LocalPods: 2, RemotePods: 1}), snap: snapshot.New(),
-		names: NewNames()}
+		names: NewNames(), book: NewBook(Options{})}
 	r.server = server(r.Cluster)
 	for _, s := range append([]string{"acct=1", "timestamp=1"}, sysctls...) {
 		name, value, _ := strings.Cut(s, "=")
@@ -106,7 +108,7 @@ func (r *rig) open() {
 			return err
 		}
 		r.recorder, err = OpenRecorder(RecorderOptions{Sink: r.sink, Names: r.names, Own: map[uint32]bool{port: true},
-			Look:   func(ctx context.Context, do func(*conntrack.Flow)) error { return r.walker.Look(ctx, do) },
+			Opens: r.book, Look: func(ctx context.Context, do func(*conntrack.Flow)) error { return r.walker.Look(ctx, do) },
 			Sysctl: r.sysctl, Log: slog.New(slog.NewTextHandler(r.t.Output(), nil))})
 		return err
 	}))
@@ -149,6 +151,7 @@ func (r *rig) sink(record Record) {
 		return
 	}
 	r.records = append(r.records, record)
+	r.book.Add(record)
 }
 
 // serve has the endpoint answer at its ports.

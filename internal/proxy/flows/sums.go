@@ -230,9 +230,15 @@ func (r *row) count(of *Record) {
 	if of.Failure() {
 		r.failures++
 	}
-	r.sent.add(of.Sent)
-	r.received.add(of.Received)
-	r.rank += of.Sent.Bytes + of.Received.Bytes + 1
+	r.carry(of)
+}
+
+// carry adds the traffic of a record that is not counted yet.
+func (r *row) carry(of *Record) {
+	sent, received := of.fresh()
+	r.sent.add(sent)
+	r.received.add(received)
+	r.rank += sent.Bytes + received.Bytes + 1
 }
 
 // all are the rows of a minute.
@@ -334,16 +340,20 @@ func (s *sums) turn(now time.Time) {
 func (s *sums) add(r *Record, now time.Time) {
 	s.turn(now)
 	s.now.row(r).count(r)
-	s.totals.row(key{service: r.Service, clientZone: r.Client.Zone, endpointZone: r.Endpoint.Zone}).count(r)
+	s.totals.row(totalKey(r)).count(r)
 }
 
-// look replaces the counts of open connections.
-func (s *sums) look(open iter.Seq[Record], now time.Time) {
+func totalKey(r *Record) key {
+	return key{service: r.Service, clientZone: r.Client.Zone, endpointZone: r.Endpoint.Zone}
+}
+
+// addOpen adds a connection of a look.
+func (s *sums) addOpen(r *Record, now time.Time) {
 	s.turn(now)
-	s.now.look++
-	for r := range open {
-		of := s.now.row(&r)
-		s.now.forget(of)
+	of := s.now.row(r)
+	of.carry(r)
+	s.totals.row(totalKey(r)).carry(r)
+	if s.now.forget(of); r.End == Open {
 		of.open++
 	}
 }

@@ -62,7 +62,7 @@ func openRecords(
 		ClientBits: s.Records.ClientBits, File: s.Records.File, OTLP: s.Records.OTLP, Log: log})
 	r.Recorder, err = flows.OpenRecorder(flows.RecorderOptions{
 		Sink: r.book.Add, Names: r.names, Own: r.own, Log: log, Sysctl: readConntrack,
-		Look: func(ctx context.Context, do func(*conntrack.Flow)) error { return r.walker.Look(ctx, do) },
+		Opens: r.book, Look: func(ctx context.Context, do func(*conntrack.Flow)) error { return r.walker.Look(ctx, do) },
 	})
 	if err != nil {
 		return nil, err
