@@ -13,7 +13,7 @@ var (
 		"Recorded connections that ended, or were rejected or dropped.", flowLabels...)
 	flowFailuresMetric = scrapedCounter("verdict_flow_failures_total", "Those of them that failed.", flowLabels...)
 	flowBytesMetric    = scrapedCounter("verdict_flow_bytes_total",
-		"Bytes of IP packets of connections that ended, from clients (in) and to them (out).",
+		"Bytes of IP packets, from clients (in) and to them (out), also of open connections.",
 		append([]string{"direction"}, flowLabels...)...)
 	flowLossesMetric = scrapedCounter("verdict_flow_losses_total",
 		"What records miss, by kind: events and refusals that the kernel had no room for, sampled (left out of the list, "+
