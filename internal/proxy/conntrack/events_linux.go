@@ -82,15 +82,10 @@ type Events struct {
 	listener *netlink.Listener
 }
 
-// Listen subscribes to the ends of flows in the network namespace of a file descriptor; 0 is the caller's own. Each
-// event passes a filter in the kernel, unless all: connections of IPVS do not have the status bit that it looks for,
-// and are told from others here.
-func Listen(netns int, all bool) (*Events, error) {
-	filter := translatedOnly
-	if all {
-		filter = nil
-	}
-	l, err := netlink.Listen(unix.NETLINK_NETFILTER, netns, eventBuffer, filter)
+// Listen subscribes to the ends of flows in the network namespace of a file descriptor; 0 is the caller's own. The
+// kernel filters the events by the status bit for translated destinations.
+func Listen(netns int) (*Events, error) {
+	l, err := netlink.Listen(unix.NETLINK_NETFILTER, netns, eventBuffer, translatedOnly)
 	if err == nil {
 		err = l.Join(unix.NFNLGRP_CONNTRACK_DESTROY, true)
 	}
@@ -115,6 +110,9 @@ var translatedOnly = []unix.SockFilter{
 	{Code: unix.BPF_RET | unix.BPF_K, K: 1<<32 - 1},
 	{Code: unix.BPF_RET | unix.BPF_K, K: 0},
 }
+
+// WithIPVS takes the kernel's filter away: connections of IPVS have no such status bit, and are told from others here.
+func (e *Events) WithIPVS() error { return e.listener.PassAll() }
 
 // Beginnings subscribes to beginnings, too, or no longer.
 func (e *Events) Beginnings(on bool) error { return e.listener.Join(unix.NFNLGRP_CONNTRACK_NEW, on) }

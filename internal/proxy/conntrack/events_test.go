@@ -15,13 +15,16 @@ import (
 )
 
 // listen subscribes on a host.
-func listen(t testing.TB, h *lab.Host, all bool) *Events {
+func listen(t testing.TB, h *lab.Host, ipvs bool) *Events {
 	t.Helper()
 	var e *Events
 	labtest.Check(t, h.Do(func() (err error) {
-		e, err = Listen(0, all)
+		e, err = Listen(0)
 		return err
 	}))
+	if ipvs {
+		labtest.Check(t, e.WithIPVS())
+	}
 	t.Cleanup(func() { e.Close() })
 	return e
 }

@@ -11,10 +11,10 @@ import (
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
-// shortTimeouts are the least that the kernel takes, but of what a test holds open.
-var shortTimeouts = []string{"tcp_timeout_time_wait=1", "tcp_timeout_close=1", "tcp_timeout_last_ack=1",
-	"tcp_timeout_close_wait=1", "tcp_timeout_fin_wait=1", "tcp_timeout_syn_sent=1", "udp_timeout=1",
-	"udp_timeout_stream=1"}
+// shortTimeouts are short for all but what a test holds open.
+var shortTimeouts = []string{"tcp_timeout_time_wait=2", "tcp_timeout_close=2", "tcp_timeout_last_ack=2",
+	"tcp_timeout_close_wait=2", "tcp_timeout_fin_wait=2", "tcp_timeout_syn_sent=2", "udp_timeout=2",
+	"udp_timeout_stream=2"}
 
 // ending is a way in which connections end.
 type ending struct {
@@ -185,4 +185,19 @@ func (r *rig) testLeftOut() {
 	r.try(r.Pods[0], snapshot.TCP, web(ipfamily.IPv6, 99))
 	none := netip.AddrPortFrom(lab.Nth(lab.ServiceRange[0], 2), 80)
 	r.expect(r.try(r.Pods[0], snapshot.TCP, none), snapshot.TCP, "rejected no-endpoints")
+}
+
+// TestOpen: while somebody asks for it, a connection has a record when it begins, too.
+func TestOpen(t *testing.T) {
+	r := newRig(t, shortTimeouts...)
+	for _, f := range lab.Families() {
+		labtest.Check(t, r.recorder.SetOpen(true))
+		c := r.dial(r.Pods[0], snapshot.TCP, web(f, echoPort))
+		if got := r.expect(c.Local(), snapshot.TCP, "open"); got.Endpoint.Pod != "shop/web-1" || got.Failure() {
+			t.Errorf("%+v", got)
+		}
+		labtest.Check(t, r.recorder.SetOpen(false))
+		labtest.Check(t, c.Close())
+		r.expect(c.Local(), snapshot.TCP, "closed")
+	}
 }

@@ -73,13 +73,15 @@ func (r *Recorder) lookAtOlder(ctx context.Context) {
 // look looks at all flows once, and makes records of those that are gone.
 func (r *Recorder) look(ctx context.Context, now time.Time) error {
 	o := &r.older
+	r.mu.Lock()
+	r.settle(now)
+	r.mu.Unlock()
 	err := r.o.Look(ctx, func(f *conntrack.Flow) {
 		if !f.Translated() {
 			return
 		}
 		r.mu.Lock()
 		defer r.mu.Unlock()
-		r.settle(now)
 		k := keyOf(f)
 		if o.looks == 0 && len(o.flows) < maxOlder && !f.Start.After(r.opened) &&
 			r.services.owner(f.Frontend, f.Start) != nil {

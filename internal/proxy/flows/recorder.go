@@ -28,8 +28,6 @@ type RecorderOptions struct {
 	Own map[uint32]bool
 	// Names names both sides of a connection.
 	Names *Names
-	// IPVS says that IPVS translates connections, too.
-	IPVS bool
 	// Sysctl reads a sysctl of connection tracking, such as "nf_conntrack_udp_timeout".
 	Sysctl func(name string) (int, error)
 	Log    *slog.Logger
@@ -90,7 +88,7 @@ const (
 
 // OpenRecorder subscribes in the network namespace of the calling thread. From then on events wait for Run.
 func OpenRecorder(o RecorderOptions) (*Recorder, error) {
-	events, err := conntrack.Listen(0, o.IPVS)
+	events, err := conntrack.Listen(0)
 	if err != nil {
 		return nil, err
 	}
@@ -188,8 +186,14 @@ func (r *Recorder) settle(now time.Time) {
 	commits := r.queue.commits
 	r.queue.commits = nil
 	r.queue.Unlock()
+	before := r.services.ipvs
 	for _, c := range commits {
 		r.services.replace(c.Before, c.After, now)
+	}
+	if r.services.ipvs && !before {
+		if err := r.events.WithIPVS(); err != nil {
+			r.o.Log.Warn("there are no records of connections that IPVS schedules", "err", err)
+		}
 	}
 	r.o.Names.settle(now)
 	if now.Sub(r.settled) > time.Minute {

@@ -19,6 +19,8 @@ type services struct {
 	gone map[dataplane.Key]owner
 	// addrs are the addresses that a Service has for itself, whatever the port.
 	addrs map[netip.Addr]snapshot.Name
+	// ipvs says that IPVS has scheduled a Service.
+	ipvs bool
 }
 
 // owner is a port that has a frontend since some time; in gone, until some time.
@@ -28,7 +30,7 @@ type owner struct {
 }
 
 func newServices() services {
-	return services{map[dataplane.Key]owner{}, map[dataplane.Key]owner{}, map[netip.Addr]snapshot.Name{}}
+	return services{now: map[dataplane.Key]owner{}, gone: map[dataplane.Key]owner{}, addrs: map[netip.Addr]snapshot.Name{}}
 }
 
 // replace replaces Services by others in the same order.
@@ -53,6 +55,7 @@ func (s *services) replace(before, after []*dataplane.Service, t time.Time) {
 				delete(was, f.Key)
 			}
 			s.now[f.Key] = o
+			s.ipvs = s.ipvs || sp.Scheduling != nil
 			if f.Kind != dataplane.NodePort {
 				s.addrs[f.Key.Addr] = svc.Name
 			}

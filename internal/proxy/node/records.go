@@ -14,7 +14,6 @@ import (
 	"github.com/verdict-proxy/verdict/internal/proxy/conntrack"
 	"github.com/verdict-proxy/verdict/internal/proxy/flows"
 	"github.com/verdict-proxy/verdict/internal/system/sysctl"
-	"github.com/verdict-proxy/verdict/sync/dataplane"
 	"github.com/verdict-proxy/verdict/sync/reconcile"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 	"github.com/verdict-proxy/verdict/sync/watch"
@@ -56,9 +55,8 @@ func openRecords(s *config.Settings, host sysctl.Host, pods *watch.Pods, log *sl
 	if err := conntrack.Load(); err != nil { // so that its sysctls are there
 		return nil, err
 	}
-	ipvs := s.Policy.IPVS.Mode != dataplane.IPVSNever
 	r.Recorder, err = flows.OpenRecorder(flows.RecorderOptions{
-		Sink: r.sink, Names: r.names, Own: r.own, IPVS: ipvs, Log: log, Sysctl: readConntrack,
+		Sink: r.sink, Names: r.names, Own: r.own, Log: log, Sysctl: readConntrack,
 		Look: func(ctx context.Context, do func(*conntrack.Flow)) error { return r.walker.Look(ctx, do) },
 	})
 	if err != nil {

@@ -63,6 +63,18 @@ func (l *Listener) Join(group int, join bool) error {
 	return nil
 }
 
+// PassAll takes the filter away.
+func (l *Listener) PassAll() error {
+	var serr error
+	err := l.socket.raw.Control(func(fd uintptr) {
+		serr = unix.SetsockoptInt(int(fd), unix.SOL_SOCKET, unix.SO_DETACH_FILTER, 0)
+	})
+	if err := errors.Join(err, serr); err != nil {
+		return fmt.Errorf("netlink: detach filter: %w", err)
+	}
+	return nil
+}
+
 // Register sends messages that ask for no answer, and returns the first refusal. Call it before Receive.
 func (l *Listener) Register(b []byte) error {
 	refused, err := New(l.socket, false).Commit(b)
