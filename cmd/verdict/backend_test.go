@@ -1,12 +1,14 @@
 package main
 
 import (
+	"errors"
 	"fmt"
 	"strings"
 	"syscall"
 	"testing"
 
 	"github.com/verdict-proxy/verdict/internal/lab/labtest"
+	"github.com/verdict-proxy/verdict/internal/proxy/backends"
 	"github.com/verdict-proxy/verdict/internal/system/testkit"
 )
 
@@ -70,7 +72,16 @@ func TestSwitchBackends(t *testing.T) {
 					if !strings.Contains(out, "right, as far as it was checked:") {
 						t.Errorf("verify: %v\n%s", err, out)
 					}
-					return nil
+					i, err := backends.Inspect(t.Context(), backends.InspectOptions{})
+					if err != nil {
+						return err
+					}
+					var printed strings.Builder
+					err = errors.Join(i.Print(t.Context(), &printed), i.Close())
+					if strings.Count(printed.String(), "\n:KUBE-SERVICES ") < 2 { // one for each family
+						t.Errorf("an Inspector prints\n%s", printed.String())
+					}
+					return err
 				}))
 				v.restart("what=\"iptables rules")
 				for _, family := range []string{program, "ip6" + strings.TrimPrefix(program, "ip")} {

@@ -83,7 +83,7 @@ func newClient(config *rest.Config) (*client, error) {
 	config = rest.CopyConfig(config)
 	config.GroupVersion, config.APIPath = &schema.GroupVersion{Version: "v1"}, "/api"
 	config.NegotiatedSerializer = serializer.NewCodecFactory(types).WithoutConversion()
-	config.QPS, config.Burst = 100, 200
+	config.QPS, config.Burst, config.WarningHandler = 100, 200, rest.NoWarnings{}
 	r, err := rest.RESTClientFor(config)
 	if err != nil {
 		return nil, fmt.Errorf("kubeconfig: %w", err)

@@ -96,7 +96,7 @@ func All(ctx context.Context, dials []Dial, timeout time.Duration) []Answer {
 				switch {
 				case err == nil:
 					out[i].Names = append(out[i].Names, name)
-				case errors.Is(err, syscall.ECONNREFUSED):
+				case refused(err):
 					out[i].Refused++
 					fallthrough
 				default:
@@ -108,6 +108,12 @@ func All(ctx context.Context, dials []Dial, timeout time.Duration) []Answer {
 	}
 	wait.Wait()
 	return out
+}
+
+// refused reports whether an error says that a connection is refused. A datagram that this very host rejects is not
+// permitted.
+func refused(err error) bool {
+	return errors.Is(err, syscall.ECONNREFUSED) || errors.Is(err, syscall.EPERM)
 }
 
 // plain says what an error means; that of a deadline says nothing of how long it was.

@@ -48,8 +48,8 @@ func TestProbe(t *testing.T) {
 				name, err := once(t.Context(), &d, timeout)
 				if err == nil {
 					a.Names = []string{name}
-				} else {
-					a.Errors = []string{plain(err, timeout)}
+				} else if a.Errors = []string{plain(err, timeout)}; refused(err) {
+					a.Refused = 1
 				}
 				answers = append(answers, a)
 				return nil
@@ -66,13 +66,16 @@ func TestProbe(t *testing.T) {
 			t.Errorf("%v: %+v", d, a)
 		}
 	}
+	labtest.Run(t, h, "table inet t { chain c { type filter hook output priority 0; udp dport 10 reject; }; }",
+		"nft", "-f", "-")
 	for d, want := range map[Dial]string{{"tcp", "127.0.0.1:1", 1}: "refused", {"udp", "127.0.0.1:1", 1}: "refused",
-		{"udp", "127.0.0.1:9", 1}: "no answer within 10ms"} {
-		timeout := time.Minute
-		if strings.HasPrefix(want, "no answer") {
+		{"udp", "127.0.0.1:10", 1}: "not permitted", {"udp", "127.0.0.1:9", 1}: "no answer within 10ms"} {
+		timeout, silent := time.Minute, strings.HasPrefix(want, "no answer")
+		if silent {
 			timeout = 10 * time.Millisecond
 		}
-		if a := ask(timeout, d)[0]; len(a.Errors) != 1 || !strings.Contains(a.Errors[0], want) {
+		a := ask(timeout, d)[0]
+		if len(a.Errors) != 1 || !strings.Contains(a.Errors[0], want) || silent == (a.Refused == 1) {
 			t.Errorf("%v: %+v; want %q", d, a, want)
 		}
 	}

@@ -70,13 +70,15 @@ func (t *trial) checks(i int, from string) (list []check) {
 		node := func(sp *corev1.ServicePort) int32 { return sp.NodePort }
 		add(nodePort, 2, texts(p.addresses), node, any)
 		add(localNode, 2, texts(p.addresses), node, any)
-		if next := t.places[(i+1)%len(t.places)]; next != p {
-			add(nodePort, 2, texts(next.addresses), node, any)
-			add(localNode, 2, texts(next.addresses), node, func(c *check) {
-				if from == onNode { // a pod's packets may go to any node
-					c.only = next.name
-				}
-			})
+		next := t.places[(i+1)%len(t.places)]
+		if next == p {
+			continue
+		}
+		add(nodePort, 2, texts(next.addresses), node, any)
+		// The next node sends what comes from a pod to any server, and does not masquerade it: unless this node does, the
+		// answer of a third one is nobody's.
+		if from == onNode {
+			add(localNode, 2, texts(next.addresses), node, func(c *check) { c.only = next.name })
 		}
 	}
 	return list
@@ -271,7 +273,7 @@ func (t *trial) cause(ctx context.Context, r *Result) string {
 	if err := json.Unmarshal(result.Stdout, &said); err != nil || said.Kernel.Outcome == "" {
 		return fmt.Sprintf("no answer: exit status %d, %.300s", result.Code, result.Stderr)
 	}
-	text := said.Kernel.Outcome + ": " + said.Kernel.Why
+	text := said.Kernel.Why
 	for _, f := range said.Preflight {
 		text += "; " + f.What + " (" + f.Advice + ")"
 	}

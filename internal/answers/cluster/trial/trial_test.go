@@ -328,7 +328,7 @@ func testTrialFailures(t *testing.T) {
 	const direct = "; from there pods do not answer without a Service either: look at the pod network first\n"
 	for _, want := range []string{
 		"cluster-ip, from pod node-1 to 10.96.0.1:80/udp: 1 of 4: no answer within 1s\n" +
-			"  verdict explain on node node-1: drop: because of 10.1.0.2 to 10.96.0.1:80/udp; no forwarding (forward)" + direct,
+			"  verdict explain on node node-1: because of 10.1.0.2 to 10.96.0.1:80/udp; no forwarding (forward)" + direct,
 		"no-endpoint, from pod node-1 to 10.96.0.2:80/tcp: 1 of 1: no answer within 1s\n",
 		"internal-local, from pod node-1 to 10.96.0.4:80/tcp: 1 of 2: the server of node node-0 answers, not that of node " +
 			"node-1\n",
