@@ -62,7 +62,7 @@ func TestTopTraffic(t *testing.T) {
 		"0             0          2        0 B        0 B  team/web-0:http\n",
 		"4          2     2.0 kB    20.0 kB  team/web-1:http\n",
 		"0             0                                       10.128.0.2:8080\n",
-		"ended in the minute from " + clock.Add(-70*time.Second).Local().Format("15:04"),
+		"the average of the minute from " + clock.Add(-70*time.Second).Local().Format("15:04"),
 	} {
 		if !strings.Contains(text, want) {
 			t.Errorf("top has no\n%q\n%s", want, text)
