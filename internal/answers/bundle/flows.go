@@ -10,23 +10,9 @@ import (
 	"net/netip"
 	"slices"
 
-	"golang.org/x/sys/unix"
-
+	"github.com/verdict-proxy/verdict/internal/proxy/conntrack"
 	"github.com/verdict-proxy/verdict/internal/proxy/status"
-	"github.com/verdict-proxy/verdict/internal/system/ipfamily"
-	"github.com/verdict-proxy/verdict/internal/system/netlink"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
-)
-
-// Numbers of linux/netfilter/nfnetlink_conntrack.h.
-const (
-	messageGet = unix.NFNL_SUBSYS_CTNETLINK<<8 | 1
-
-	ctaTupleOrig, ctaStatus, ctaProtoInfo            = 1, 3, 4
-	ctaTupleIP, ctaTupleProto                        = 1, 2
-	ctaIPv4Dst, ctaIPv6Dst                           = 2, 4
-	ctaProtoNum, ctaProtoDstPort                     = 1, 3
-	ctaProtoInfoTCP, ctaProtoInfoTCPState, seenReply = 1, 1, 1 << 1
 )
 
 var tcpStates = []string{"NONE", "SYN_SENT", "SYN_RECV", "ESTABLISHED", "FIN_WAIT", "CLOSE_WAIT", "LAST_ACK",
@@ -45,8 +31,8 @@ type frontend struct {
 	port     uint16
 }
 
-// CountFlows writes how many flows the kernel tracks in this network namespace, by Service, protocol and state, those
-// with most first. It lists no flow.
+// CountFlows writes how many flows of TCP, UDP and SCTP the kernel tracks in this network namespace, by Service,
+// protocol and state, those with most first. It lists no flow.
 func CountFlows(ctx context.Context, w io.Writer, services []status.Service) error {
 	at := map[frontend]string{}
 	for i := range services {
@@ -80,57 +66,26 @@ func CountFlows(ctx context.Context, w io.Writer, services []status.Service) err
 	return err
 }
 
-// countFlows reads the flows of both families.
+// countFlows counts the flows of both families.
 func countFlows(ctx context.Context, at map[frontend]string) (counts map[flowKind]int, err error) {
-	conn, err := netlink.Dial(unix.NETLINK_NETFILTER, 0)
+	conn, err := conntrack.Dial(0)
 	if err != nil {
-		return nil, fmt.Errorf("conntrack: %w", err)
+		return nil, err
 	}
 	defer func() { err = errors.Join(err, conn.Close()) }()
-	all := map[flowKind]int{}
-	for _, f := range ipfamily.All {
-		var out netlink.Buffer
-		out.End(out.Netfilter(messageGet, unix.NLM_F_DUMP, f.NFProto()))
-		counts := map[flowKind]int{}
-		err := conn.Dump(out.Bytes(), func() { clear(counts) }, func(body []byte) {
-			if len(body) > netlink.NetfilterLen {
-				counts[kindOf(body[netlink.NetfilterLen:], at)]++
-			}
-		})
-		if err = errors.Join(err, ctx.Err()); err != nil {
-			return nil, fmt.Errorf("conntrack: %w", err)
-		}
-		for k, n := range counts {
-			all[k] += n
-		}
-	}
-	return all, nil
+	counts = map[flowKind]int{}
+	return counts, conn.Each(ctx, func() { clear(counts) }, func(f *conntrack.Flow) { counts[kindOf(f, at)]++ })
 }
 
-// kindOf reads a flow.
-func kindOf(attrs []byte, at map[frontend]string) (k flowKind) {
-	original := netlink.Find(attrs, ctaTupleOrig)
-	ip, proto := netlink.Find(original, ctaTupleIP), netlink.Find(original, ctaTupleProto)
-	var to frontend
-	for typ, v := range netlink.Each(ip) {
-		if typ == ctaIPv4Dst || typ == ctaIPv6Dst {
-			to.addr, _ = netip.AddrFromSlice(v)
-		}
+func kindOf(f *conntrack.Flow, at map[frontend]string) flowKind {
+	protocol, state := f.Frontend.Protocol.String(), "unanswered"
+	switch {
+	case f.Frontend.Protocol == snapshot.TCP && int(f.State) < len(tcpStates):
+		state = tcpStates[f.State]
+	case f.Answered:
+		state = "answered"
 	}
-	if port := netlink.Find(proto, ctaProtoDstPort); len(port) == 2 {
-		to.port = port.Big16()
-	}
-	if num := netlink.Find(proto, ctaProtoNum); len(num) == 1 {
-		to.protocol = snapshot.Protocol(num.Uint8()).String()
-	}
-	k.protocol, k.state = to.protocol, "unanswered"
-	if s := netlink.Find(attrs, ctaStatus); len(s) == 4 && s.Big32()&seenReply != 0 {
-		k.state = "answered"
-	}
-	tcp := netlink.Find(netlink.Find(attrs, ctaProtoInfo), ctaProtoInfoTCP)
-	if s := netlink.Find(tcp, ctaProtoInfoTCPState); len(s) == 1 && int(s.Uint8()) < len(tcpStates) {
-		k.state = tcpStates[s.Uint8()]
-	}
-	k.service = cmp.Or(at[to], at[frontend{netip.Addr{}, to.protocol, to.port}], "-")
-	return k
+	service := cmp.Or(at[frontend{f.Frontend.Addr, protocol, f.Frontend.Port}],
+		at[frontend{netip.Addr{}, protocol, f.Frontend.Port}], "-")
+	return flowKind{service, protocol, state}
 }

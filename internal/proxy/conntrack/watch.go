@@ -2,8 +2,11 @@ package conntrack
 
 import (
 	"context"
+	"errors"
 	"sync/atomic"
 	"time"
+
+	"golang.org/x/sys/unix"
 )
 
 // Watcher gets all flows of both families from time to time.
@@ -71,6 +74,21 @@ func (w *Walker) Look(ctx context.Context, do func(*Flow)) error {
 			show(flows, do)
 			return nil
 		}}, &user{whole: true})
+}
+
+// Each calls do with all flows of both families. If the kernel interrupts the list, it begins again, and calls begin.
+func (c *Conn) Each(ctx context.Context, begin func(), do func(*Flow)) (err error) {
+	for range maxDumps {
+		begin()
+		err = c.listOnce(everything()[0], func(flows []flow) error {
+			show(flows, do)
+			return ctx.Err()
+		})
+		if !errors.Is(err, unix.EINTR) {
+			break
+		}
+	}
+	return err
 }
 
 // asked is a look that somebody waits for. It is due at once: who asks has a pace of his own.
