@@ -194,3 +194,25 @@ func TestOwners(t *testing.T) {
 		t.Errorf("long gone: %q, %+v", got, s)
 	}
 }
+
+// TestFailures: what the proxy ended before there was an answer did not fail, as its client's next packet began anew.
+func TestFailures(t *testing.T) {
+	one := Traffic{Packets: 1, Bytes: 60}
+	for _, test := range []struct {
+		Record
+		want bool
+	}{
+		{Record{End: Unanswered, Protocol: "TCP", Sent: one}, true},
+		{Record{End: Unanswered, Protocol: "UDP", Sent: one}, false},
+		{Record{End: Ejected, Protocol: "TCP", Sent: one}, false},
+		{Record{End: Released, Protocol: "TCP", Sent: one}, false},
+		{Record{End: Ejected, Protocol: "TCP", Sent: one, Received: one}, true},
+		{Record{End: Released, Protocol: "TCP"}, true}, // nothing was counted
+		{Record{End: Refused, Protocol: "TCP", Sent: one, Received: one}, true},
+		{Record{End: Closed, Protocol: "TCP", Sent: one, Received: one}, false},
+	} {
+		if got := test.Failure(); got != test.want {
+			t.Errorf("%s %s, received %d: a failure %v", test.Protocol, test.End, test.Received.Packets, got)
+		}
+	}
+}

@@ -92,9 +92,16 @@ func (e End) Failed() bool {
 	return true
 }
 
-// Failure says whether the connection failed. An unanswered one of UDP did not: many protocols answer nothing.
+// Failure says whether the connection failed. An unanswered one of UDP did not: many protocols answer nothing. Nor did
+// one that the proxy ended before its endpoint answered: the client's next packet began anew.
 func (r *Record) Failure() bool {
-	return r.End.Failed() && !(r.End == Unanswered && r.Protocol == "UDP")
+	switch r.End {
+	case Unanswered:
+		return r.Protocol != "UDP"
+	case Released, Ejected:
+		return r.Sent.Packets == 0 || r.Received.Packets > 0
+	}
+	return r.End.Failed()
 }
 
 // Sum is what the connections of one minute with the same ends in common amount to.
