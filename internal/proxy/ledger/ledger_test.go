@@ -673,7 +673,8 @@ func TestFirstObjects(t *testing.T) {
 			want = append(want, "Health "+n.String())
 		}
 		for _, n := range names(c.services) {
-			cause.Delta.Services[n] = nil
+			n.Name = "gone-" + n.Name
+			cause.Delta.Merge(snapshot.Delta{Services: map[snapshot.Name]*snapshot.Service{n: nil}})
 			want = append(want, "Service "+n.String()+" gone")
 		}
 		slices.Sort(want)

@@ -2,6 +2,7 @@ package ledger
 
 import (
 	"cmp"
+	"maps"
 	"slices"
 	"time"
 
@@ -79,13 +80,14 @@ func (r *Record) explain(c *reconcile.Cause) {
 		return
 	}
 	d := &c.Delta
-	r.MoreObjects = len(d.Services) + len(d.Slices) + len(d.Health) + len(d.Starting)
+	health, starting := withoutTaken(d.Health, d.Services), withoutTaken(d.Starting, d.Services)
+	r.MoreObjects = len(d.Services) + len(d.Slices) + len(health) + len(starting)
 	named(r, "EndpointSlice", d.Slices, func(o *Object, s *snapshot.Slice) {
 		o.Version, o.Service = string(s.Version), s.Name.Namespace+"/"+s.Service
 	})
-	named(r, "Health", d.Health, func(*Object, *snapshot.Health) {})
+	named(r, "Health", health, func(*Object, *snapshot.Health) {})
 	named(r, "Service", d.Services, func(o *Object, s *snapshot.Service) { o.Version = string(s.Version) })
-	named(r, "SlowStart", d.Starting, func(*Object, *snapshot.Starting) {})
+	named(r, "SlowStart", starting, func(*Object, *snapshot.Starting) {})
 	r.MoreObjects -= len(r.Objects)
 	r.addWhy(whyNode, d.Node != nil)
 	r.addWhy(whyRanges, d.ServiceCIDRs != nil)
@@ -98,6 +100,17 @@ func (r *Record) explain(c *reconcile.Cause) {
 		r.Took.Wait = c.Began.Sub(c.Since).Microseconds()
 	}
 	r.Took.Plan = c.Policy.Microseconds()
+}
+
+// withoutTaken leaves out what a Service that goes has taken along: that is no news (snapshot.Delta.Merge).
+func withoutTaken[T any](objects map[snapshot.Name]*T, services map[snapshot.Name]*snapshot.Service,
+) map[snapshot.Name]*T {
+	out := maps.Clone(objects)
+	maps.DeleteFunc(out, func(n snapshot.Name, o *T) bool {
+		_, changes := services[n]
+		return o == nil && changes
+	})
+	return out
 }
 
 // named adds the first objects by name until there are maxObjects.
