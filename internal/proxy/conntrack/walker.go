@@ -58,7 +58,7 @@ type look interface {
 type Walked struct {
 	// Lists is how many times the kernel walked its table for the look, and perhaps for others.
 	Lists int
-	// Took is the time from start to end. Worked is Took without the pauses.
+	// Took is the time from start to end. Worked is the look's share of the time for its lists, without the pauses.
 	Took, Worked time.Duration
 	// Err says why the look ended early. It is repeated.
 	Err error
@@ -122,9 +122,9 @@ func (w *Walker) Run(ctx context.Context) error {
 	}
 }
 
-// round lists flows for the looks that are due. In the pauses of a long round, there may be another one within it, for
-// looks for which clients wait. If there are few flows, whoever wants any is served, though it is to rest: the list is
-// the same.
+// round lists flows for the looks that are due. In the pauses of a long round, there may be another one within it, so
+// that nobody waits for a list of somebody else's. If there are few flows, whoever wants any is served, though it is to
+// rest: the list is the same.
 func (w *Walker) round(ctx context.Context, within bool) {
 	r := &round{table: w.table, narrow: w.table.narrow()}
 	if !within {
@@ -133,10 +133,7 @@ func (w *Walker) round(ctx context.Context, within bool) {
 	now := time.Now()
 	for _, u := range w.all() {
 		rested, early := u.rested, u.early
-		switch {
-		case within:
-			rested = now.Add(time.Hour)
-		case !r.narrow:
+		if !within && !r.narrow {
 			rested, early = now, now
 		}
 		due, any := u.next(rested, early)
@@ -206,6 +203,7 @@ func (r *round) list(ctx context.Context, q query) {
 	if len(asked) == 0 {
 		return
 	}
+	_, before := r.took()
 	err := r.table.list(q, func(flows []flow) (err error) {
 		going := 0
 		for _, u := range asked {
@@ -222,7 +220,9 @@ func (r *round) list(ctx context.Context, q query) {
 		r.throttle(ctx, r.between)
 		return ctx.Err()
 	})
+	_, after := r.took()
 	for _, u := range asked {
+		u.Worked += (after - before) / time.Duration(len(asked))
 		if u.Err == nil {
 			u.Err = err
 		}
@@ -240,7 +240,7 @@ func (r *round) end(ctx context.Context) (vain bool) {
 		if u.Err == nil {
 			u.retry = retryFirst
 		}
-		u.Took, u.Worked = r.took()
+		u.Took, _ = r.took()
 		vain = u.look.done(ctx, u.Walked, u.retry) && vain
 		if u.look = nil; u.Err != nil {
 			u.retry = min(2*u.retry, retryMost)

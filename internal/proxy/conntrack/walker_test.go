@@ -183,11 +183,11 @@ func TestFailsAlone(t *testing.T) {
 	})
 }
 
-// TestWithinLongList: clients do not wait for a long list that somebody else wants.
+// TestWithinLongList: nobody waits for a long list that somebody else wants, nor rests for it.
 func TestWithinLongList(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		table := &walkTable{many: true}
-		w := newWalking(t, table, web(webBoth))
+		w := newWalking(t, table, service("dns", dnsBoth), web(webBoth))
 		for range 1000 {
 			table.hold(otherKey, "10.0.0.2:80")
 		}
@@ -197,9 +197,14 @@ func TestWithinLongList(t *testing.T) {
 		w.Watch(time.Hour, Watcher{func(*Flow) {}, func(began time.Time, err error) { ended = time.Since(began) }})
 		rest(time.Second)
 		table.open(webKey, "10.0.0.1:80")
-		w.apply(t, web(webOne))
+		w.apply(t, service("dns", dnsBoth), web(webOne))
 		if rest(900 * time.Millisecond); len(table.left()) != 1000 {
 			t.Errorf("who opens a connection waits for a long list")
+		}
+		table.add(dnsKey, "10.0.0.1:53")
+		w.apply(t, service("dns", dnsOne), web(webOne))
+		if rest(900 * time.Millisecond); len(table.left()) != 1000 {
+			t.Errorf("who sends to an endpoint that is gone waits for a long list")
 		}
 		again := time.Duration(0)
 		go func() {
