@@ -97,8 +97,12 @@ const maxDumps = 10
 // list calls do with the flows that match a query, one datagram at a time. At its end, do may call list, once. If the
 // kernel interrupts a list, it restarts, and do sees some flows twice. If the kernel turns out not to filter, filters
 // returns false from then on, and do may have seen any flows.
-func (c *Conn) list(q query, do func([]flow) error) error {
+func (c *Conn) list(q query, do func([]flow) error) error { return c.listAgain(q, func() {}, do) }
+
+// listAgain is list, and calls begin whenever the list begins.
+func (c *Conn) listAgain(q query, begin func(), do func([]flow) error) error {
 	for range maxDumps {
+		begin()
 		err := c.listOnce(q, do)
 		if errors.Is(err, unix.EINTR) {
 			continue

@@ -2,11 +2,9 @@ package conntrack
 
 import (
 	"context"
-	"errors"
+	"fmt"
 	"sync/atomic"
 	"time"
-
-	"golang.org/x/sys/unix"
 )
 
 // Watcher gets all flows of both families from time to time.
@@ -77,18 +75,15 @@ func (w *Walker) Look(ctx context.Context, do func(*Flow)) error {
 }
 
 // Each calls do with all flows of both families. If the kernel interrupts the list, it begins again, and calls begin.
-func (c *Conn) Each(ctx context.Context, begin func(), do func(*Flow)) (err error) {
-	for range maxDumps {
-		begin()
-		err = c.listOnce(everything()[0], func(flows []flow) error {
-			show(flows, do)
-			return ctx.Err()
-		})
-		if !errors.Is(err, unix.EINTR) {
-			break
-		}
+func (c *Conn) Each(ctx context.Context, begin func(), do func(*Flow)) error {
+	err := c.listAgain(everything()[0], begin, func(flows []flow) error {
+		show(flows, do)
+		return ctx.Err()
+	})
+	if err != nil {
+		return fmt.Errorf("conntrack: list flows: %w", err)
 	}
-	return err
+	return nil
 }
 
 // asked is a look that somebody waits for. It is due at once: who asks has a pace of his own.

@@ -255,7 +255,14 @@ func look(b *Book, open ...Record) {
 	}
 }
 
-// TestOpenTraffic: sums get the traffic of an open connection as it flows, and nothing of it twice.
+// unsummed is how many bytes from the client sums do not have yet.
+func (r *Record) unsummed() uint64 {
+	sent, _ := r.fresh()
+	return sent.Bytes
+}
+
+// TestOpenTraffic: sums get the traffic of an open connection as it flows, and nothing of it twice. A flood takes no
+// places.
 func TestOpenTraffic(t *testing.T) {
 	c := newClock()
 	b := NewBook(Options{Now: c.now})
@@ -263,7 +270,7 @@ func TestOpenTraffic(t *testing.T) {
 	k, r := flowKey{id: 1}, fromPod("shop/web", "shop/cart", 1)
 	for minute, bytes := range []uint64{100, 250, 250, 900} {
 		r.Sent, r.counted = Traffic{uint64(minute), bytes}, [2]Traffic{}
-		if open.looks++; !open.see(k, &r) || open.see(k, &Record{}) {
+		if open.looks++; !open.see(k, &r, true) || open.see(k, &Record{}, true) {
 			t.Error("a look counts a connection once")
 		}
 		look(b, r)
@@ -284,8 +291,18 @@ func TestOpenTraffic(t *testing.T) {
 	if _, list := ask[Record](t, b, ""); len(list) != 1 || list[0].Sent.Bytes != 1000 {
 		t.Errorf("the list has %+v", list)
 	}
+	for id := range uint32(maxOpen + 1) {
+		flood := Record{Sent: Traffic{fewPackets - 1, 1000}}
+		if !open.see(flowKey{id: id}, &flood, false) || flood.unsummed() != 0 {
+			t.Fatalf("a connection of a flood counts before it ends: %+v", flood)
+		}
+	}
 	if len(open.flows) > 0 {
-		t.Errorf("known still: %v", open.flows)
+		t.Errorf("%d are known still", len(open.flows))
+	}
+	stream := Record{Sent: Traffic{fewPackets, 1000}}
+	if open.see(flowKey{}, &stream, false); stream.unsummed() != 1000 {
+		t.Errorf("what nobody answers counts %d bytes of 1000", stream.unsummed())
 	}
 }
 

@@ -60,7 +60,7 @@ func (r *Recorder) lookAtFlows(ctx context.Context) {
 		}
 		began := time.Now()
 		if err := r.look(ctx, began); err != nil && ctx.Err() == nil {
-			r.o.Log.Warn("records lack open connections, and those from before the start; trying again", "err", err)
+			r.o.Log.Warn("failed to list connections for records, will retry: sums lack open ones until then", "err", err)
 		}
 		next.Reset(max(lookEvery, lookShare*time.Since(began)))
 	}
@@ -118,7 +118,7 @@ func (r *Recorder) seeOpen(k flowKey, f *conntrack.Flow, now time.Time) {
 		return
 	}
 	record, _, ok := r.recordOf(f, now)
-	if !ok || !r.open.see(k, &record) {
+	if !ok || !r.open.see(k, &record, f.Assured) {
 		return
 	}
 	if record.End = Open; !isOpen(f) {

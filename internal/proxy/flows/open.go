@@ -18,17 +18,21 @@ type openFlow struct {
 	look           int
 }
 
-// maxOpen bounds how many are known. Sums have the traffic of the others when they end.
-const maxOpen = 1 << 16
+// maxOpen bounds how many are known. Sums have the traffic of the others when they end. A flood of first packets must
+// not take their places: who has sent less than fewPackets is not known, unless the endpoint answered more than once.
+const (
+	maxOpen    = 1 << 16
+	fewPackets = 16
+)
 
-// isOpen says whether neither side has closed the connection.
+// isOpen says whether both sides have opened the connection, and neither has closed it. With UDP, who sends has opened.
 func isOpen(f *conntrack.Flow) bool {
-	return f.Frontend.Protocol != snapshot.TCP || f.State <= conntrack.TCPEstablished
+	return f.Frontend.Protocol != snapshot.TCP || f.Answered && f.State <= conntrack.TCPEstablished
 }
 
 // see notes what a flow has sent so far, and leaves in its record what is new. It is not ok if this look has shown the
 // flow before.
-func (o *openFlows) see(k flowKey, r *Record) (ok bool) {
+func (o *openFlows) see(k flowKey, r *Record, assured bool) (ok bool) {
 	sent, received := r.Sent, r.Received
 	known := o.flows[k]
 	switch {
@@ -36,7 +40,7 @@ func (o *openFlows) see(k flowKey, r *Record) (ok bool) {
 		return false
 	case known != nil:
 		r.counted = [2]Traffic{known.sent, known.received}
-	case len(o.flows) >= maxOpen:
+	case len(o.flows) >= maxOpen || !assured && sent.Packets < fewPackets:
 		r.counted = [2]Traffic{sent, received}
 		return true
 	default:

@@ -59,7 +59,7 @@ type Traffic struct {
 // End is how a connection ended.
 type End string
 
-// The ends. Failed says which of them are failures.
+// The ends. Record.Failure says which of them are failures.
 const (
 	Open            End = "open"
 	Closed          End = "closed"
@@ -83,25 +83,18 @@ const (
 	Dropped  End = "dropped"
 )
 
-// Failed says whether the end is a failure for the client.
-func (e End) Failed() bool {
-	switch e {
-	case Open, Closed, Expired, ResetByClient:
-		return false
-	}
-	return true
-}
-
 // Failure says whether the connection failed. An unanswered one of UDP did not: many protocols answer nothing. Nor did
 // one that the proxy ended before its endpoint answered: the client's next packet began anew.
 func (r *Record) Failure() bool {
 	switch r.End {
+	case Open, Closed, Expired, ResetByClient:
+		return false
 	case Unanswered:
 		return r.Protocol != "UDP"
 	case Released, Ejected:
 		return r.Sent.Packets == 0 || r.Received.Packets > 0
 	}
-	return r.End.Failed()
+	return true
 }
 
 // Sum is what the connections of one minute with the same ends in common amount to.
