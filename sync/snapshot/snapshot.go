@@ -105,7 +105,9 @@ type Service struct {
 	ExternalFailover ExternalFailover
 	// SlowStart is over what time an endpoint that becomes ready comes to its share of new connections; 0 means at once.
 	SlowStart time.Duration
-	Ports     []Port
+	// Backends are other Services whose endpoints serve the ports; nil means that the Service's own slices do.
+	Backends *Backends
+	Ports    []Port
 }
 
 // Counters says whether a Service's connections are counted where the budget is not enough for all.
