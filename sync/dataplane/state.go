@@ -244,8 +244,8 @@ type Pool struct {
 	// RetryRefused says that a connection which an endpoint refuses may be tried again at another one: there are two with
 	// the ejected ones, and not all that stay are known to refuse.
 	RetryRefused bool
-	// Refused is how many of RefusedOf new connections are refused before an endpoint is chosen: the share of backends that
-	// have none. 0 if there are no Endpoints, since Empty says what happens then.
+	// Refused is how many of RefusedOf new connections are refused before an endpoint is chosen: the share of backends
+	// that have none. 0 if there are no Endpoints, since Empty says what happens then.
 	Refused uint16
 	// Empty says what happens to a packet when there are no Endpoints.
 	Empty Verdict
