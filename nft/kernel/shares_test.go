@@ -171,8 +171,8 @@ func TestRefusedTCP(t *testing.T) {
 	}
 }
 
-// TestSharesChangeUnderLoad changes a share, or has it come and go, as fast as the kernel takes it, while clients connect
-// all the time. Nobody hangs, and nobody is refused whose draw is in neither share.
+// TestSharesChangeUnderLoad changes a share, or has it come and go, as fast as the kernel takes it, while clients
+// connect all the time. Nobody hangs, and nobody is refused whose draw is in neither share.
 func TestSharesChangeUnderLoad(t *testing.T) {
 	for _, shares := range [][2]uint16{{0, 1}, {2000, 6000}} {
 		t.Run(fmt.Sprint(shares), func(t *testing.T) {
@@ -221,7 +221,7 @@ func TestRefusedShareIsListed(t *testing.T) {
 	for _, n := range labtest.Nfts(t) {
 		text := labtest.Run(t, c.Node, "", n.Path, "list", "table", "ip", nft.TableName)
 		if !strings.Contains(text, " . 0-1999 comment \"flows/s1:") ||
-			!strings.Contains(text, "meta priority . numgen random mod 10000 @refused-shares counter packets 0 bytes 0 goto no-") {
+			!strings.Contains(text, "\tmeta priority . numgen random mod 10000 @refused-shares counter packets 0 bytes 0 goto") {
 			t.Errorf("%s: %s", n.Path, text)
 		}
 	}
