@@ -90,11 +90,13 @@ var rules = []struct {
 		[]string{"route db of db/: good", "needs db: [edge/db-verdict]", "granted db: shop/db"}},
 
 	// Listeners.
-	{"UDP", gatewayYAML("db", "{name: dns, protocol: UDP, port: 53, allowedRoutes: {namespaces: {from: All}}}") + services +
+	{"UDP", gatewayYAML("db", "{name: dns, protocol: UDP, port: 53, allowedRoutes: {namespaces: {from: All}}}") +
+		services +
 		strings.Replace(routeYAML("dns", toDB, "{name: db, port: 53}"), "TCPRoute", "UDPRoute", 1),
 		[]string{"service db: LoadBalancer [udp-53=53/UDP]", "listener db/dns: good [UDPRoute] 1",
 			"route dns of db/: good"}},
-	{"TCP and UDP on one port", gatewayYAML("db", "{name: a, protocol: TCP, port: 53}, {name: b, protocol: UDP, port: 53}"),
+	{"TCP and UDP on one port", gatewayYAML("db", "{name: a, protocol: TCP, port: 53}, "+
+		"{name: b, protocol: UDP, port: 53}"),
 		[]string{"gateway db: good", "service db: LoadBalancer [tcp-53=53/TCP udp-53=53/UDP]"}},
 	{"unsupported protocol alone", gatewayYAML("db", "{name: web, protocol: HTTP, port: 80}") +
 		routeYAML("db", toDB, dbOfShop),
@@ -179,7 +181,8 @@ var rules = []struct {
 			"PortUnavailable Programmed=False/Invalid Conflicted=True/ProtocolConflict [TCPRoute] 1"}},
 
 	// Several routes of one listener.
-	{"the oldest wins", gatewayDB + services + routeYAML("z", toDB, dbOfShop) + routeYAML("a", toDB, "{name: db, port: 1}"),
+	{"the oldest wins", gatewayDB + services + routeYAML("z", toDB, dbOfShop) +
+		routeYAML("a", toDB, "{name: db, port: 1}"),
 		[]string{"listener db/db: good [TCPRoute] 2", "route z of db/: good", `backends db: {"for":"Gateway edge/db",` +
 			`"ports":[{"port":"tcp-5432","listener":"db","route":"TCPRoute shop/z",...`,
 			"route a of db/: ResolvedRefs=False/BackendNotFound"}},
@@ -191,7 +194,8 @@ var rules = []struct {
 		[]string{`backends db: {"for":"Gateway edge/db","ports":[{"port":"tcp-5432","listener":"db",` +
 			`"route":"TCPRoute shop/a",...`, "listener db/db: good [TCPRoute] 2"}},
 	{"a route that is not accepted does not win", gatewayDB + services +
-		"kind: TCPRoute\nmetadata: {namespace: shop, name: first}\nspec: {parentRefs: [" + toDB + "], rules: [{}, {}]}\n---\n" +
+		"kind: TCPRoute\nmetadata: {namespace: shop, name: first}\nspec: {parentRefs: [" + toDB +
+		"], rules: [{}, {}]}\n---\n" +
 		routeDB,
 		[]string{"route first of db/: Accepted=False/UnsupportedValue", "route db of db/: good",
 			"listener db/db: good [TCPRoute] 1", `backends db: {"for":"Gateway edge/db","ports":[{"port":"tcp-5432",` +
@@ -235,9 +239,10 @@ var rules = []struct {
 		[]string{"route db of db/: ResolvedRefs=False/RefNotPermitted"}},
 
 	// Classes.
-	{"another controller's class", "kind: GatewayClass\nmetadata: {name: else}\nspec: {controllerName: example.com/c}\n---\n" +
-		strings.Replace(gatewayDB, "verdict", "else", 1) + routeDB, []string{"no class else", "no gateway db", "no route db"}},
-	{"no such class", strings.Replace(gatewayDB, "verdict", "gone", 1) + routeDB, []string{"no gateway db", "no route db"}},
+	{"another controller's class", classYAML("else", "example.com/c") + strings.Replace(gatewayDB, "verdict", "else", 1) +
+		routeDB, []string{"no class else", "no gateway db", "no route db"}},
+	{"no such class", strings.Replace(gatewayDB, "verdict", "gone", 1) + routeDB,
+		[]string{"no gateway db", "no route db"}},
 	{"a Gateway that is being deleted", strings.Replace(gatewayDB, "name: db}", "name: db, deletionTimestamp: "+
 		"2026-01-01T00:00:00Z}", 1) + routeDB, []string{"no gateway db", "no route db"}},
 	{"parameters of a Gateway", gatewayYAML("db", tcp5432, "infrastructure: {parametersRef: {group: '', kind: ConfigMap, "+
@@ -247,9 +252,15 @@ var rules = []struct {
 			"listener db/db: Programmed=False/Pending [TCPRoute] 0"}},
 }
 
+// classYAML is a GatewayClass, with more fields of its spec.
+func classYAML(name, controller string, more ...string) string {
+	return "kind: GatewayClass\nmetadata: {name: " + name + "}\nspec:\n  controllerName: " + controller + "\n  " +
+		strings.Join(more, "\n  ") + "\n---\n"
+}
+
 func grantYAML(kind, from, to string) string {
-	return "kind: ReferenceGrant\nmetadata: {namespace: edge, name: g}\nspec: {from: [{group: gateway.networking.k8s.io, " +
-		"kind: " + kind + ", namespace: " + from + "}], to: [" + to + "]}\n---\n"
+	return "kind: ReferenceGrant\nmetadata: {namespace: edge, name: g}\nspec: {from: [" +
+		"{group: gateway.networking.k8s.io, kind: " + kind + ", namespace: " + from + "}], to: [" + to + "]}\n---\n"
 }
 
 // TestRules holds what the API says of listeners, references, routes, backends, grants and classes.
