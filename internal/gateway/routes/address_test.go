@@ -2,6 +2,7 @@ package routes
 
 import (
 	"encoding/json"
+	"fmt"
 	"strings"
 	"testing"
 
@@ -53,6 +54,11 @@ var addressCases = []struct {
 	{"two certain ones", "[{value: 203.0.113.8}, {value: 203.0.113.9}]", "LoadBalancer", "203.0.113.8 []", []string{
 		"gateway db: Programmed=False/AddressNotUsable AddressesAssigned=False/NotAssigned",
 		"address db: IPAddress 203.0.113.8 ", "no address db: IPAddress 203.0.113.9"}},
+	{"two of any", "[{}, {}]", "LoadBalancer", " []", []string{
+		"gateway db: Programmed=False/AddressNotAssigned AddressesAssigned=False/NotAssigned",
+		"address db: IPAddress 203.0.113.7 "}},
+	{"IPv4 in IPv6 notation", "[{value: '::ffff:203.0.113.9'}]", "LoadBalancer", "203.0.113.9 []",
+		[]string{"gateway db: good", "address db: IPAddress 203.0.113.9 "}},
 	{"no address", "[{value: PLACEHOLDER}]", "LoadBalancer", "none", []string{
 		"gateway db: Programmed=False/AddressNotUsable AddressesAssigned=False/NotAssigned", "no service db"}},
 	{"a zone", "[{value: 'fe80::1%eth0'}]", "LoadBalancer", "none", []string{
@@ -97,6 +103,17 @@ func TestAddressesOfBalancer(t *testing.T) {
 	if n := len(Compute(&c.World).Gateways[0].Programmed.Addresses); n != 2 {
 		t.Errorf("%d addresses", n)
 	}
+	s.Status.LoadBalancer.Ingress = s.Status.LoadBalancer.Ingress[:1]
+	c.Gateways[0].Spec.Addresses = make([]SpecAddress, 1)
+	Compute(&c.World).check(t, []string{"gateway db: Programmed=False/AddressNotAssigned", "no address db"})
+	c.Gateways[0].Spec.Addresses = nil
+	for i := range 2 * mostAddresses {
+		s.Status.LoadBalancer.Ingress = append(s.Status.LoadBalancer.Ingress,
+			corev1.LoadBalancerIngress{IP: fmt.Sprint("203.0.113.", i)})
+	}
+	if n := len(Compute(&c.World).Gateways[0].Programmed.Addresses); n != mostAddresses {
+		t.Errorf("%d addresses", n)
+	}
 	s.Status.LoadBalancer.Ingress = nil
 	p := Compute(&c.World)
 	p.check(t, []string{"gateway db: Programmed=False/AddressNotAssigned", "no address db",
@@ -125,6 +142,11 @@ func TestRoutabilityField(t *testing.T) {
 				t.Errorf("%v: %s", r.bundle, text)
 			}
 		}
+	}
+	c.Bundles = []Bundle{{"v1.7.0", "experimental"}}
+	c.Gateways[0].Spec.Listeners[0].Protocol = "HTTP"
+	if s := c.compute().Gateways[0].Programmed; len(s.Conditions) != 2 || len(s.Addresses) > 0 {
+		t.Errorf("a Gateway that is not accepted has %+v", s)
 	}
 	copied := c.Gateways[0].DeepCopyObject().(*Gateway)
 	if !equal(copied, c.Gateways[0]) {

@@ -54,7 +54,7 @@ func (g *gateway) backends(most int) string {
 	most -= len(mustJSON(text)) + len(`,"ports":[]`)
 	for i := range g.listeners {
 		l := &g.listeners[i]
-		if !l.serves() || l.first == nil {
+		if l.first == nil {
 			continue
 		}
 		entry := portBackends{Port: l.portName(), Listener: string(l.Name), Route: l.first.name()}

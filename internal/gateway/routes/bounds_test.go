@@ -107,8 +107,8 @@ func largest(backend func(listener, i int) types.NamespacedName) *cluster {
 	return c
 }
 
-// TestBounds: the largest Gateway's annotations and condition are what an API server takes and nodes read. What does not
-// fit is refused, and its route says so.
+// TestBounds: the largest Gateway's annotations and condition are what an API server takes and nodes read. What does
+// not fit is refused, and its route says so.
 func TestBounds(t *testing.T) {
 	type key = types.NamespacedName
 	for name, backend := range map[string]func(l, i int) key{

@@ -117,6 +117,9 @@ var rules = []struct {
 	{"conflict of all", gatewayYAML("db", tcp5432+", {name: too, protocol: TCP, port: 5432}") + routeDB + services,
 		[]string{"gateway db: Accepted=False/ListenersNotValid Programmed=False/Invalid",
 			"route db of db/: Accepted=False/NoReadyListeners", "no service db"}},
+	{"conflict of UDP", gatewayYAML("db", "{name: a, protocol: UDP, port: 53}, {name: b, protocol: UDP, port: 53}"),
+		[]string{"listener db/b: Accepted=False/PortUnavailable Programmed=False/Invalid Conflicted=True/" +
+			"ProtocolConflict [UDPRoute] 0"}},
 	{"HTTP and HTTPS do not conflict here", gatewayYAML("db", "{name: a, protocol: HTTP, port: 80, hostname: a.b}, "+
 		"{name: b, protocol: HTTP, port: 80, hostname: b.b}"),
 		[]string{"listener db/a: Accepted=False/UnsupportedProtocol Programmed=False/Invalid [] 0"}},
@@ -152,8 +155,9 @@ var rules = []struct {
 			"listener db/a: Accepted=False/UnsupportedValue Programmed=False/Invalid [TCPRoute] 0",
 			"listener db/b: Accepted=False/UnsupportedValue Programmed=False/Invalid [TCPRoute] 0"}},
 	{"a word of tomorrow", gatewayYAML("db", "{name: a, protocol: TCP, port: 1, allowedRoutes: {namespaces: "+
-		"{from: Nearby}}}"),
-		[]string{"listener db/a: Accepted=False/UnsupportedValue Programmed=False/Invalid [TCPRoute] 0"}},
+		"{from: Nearby}}}") + strings.Replace(routeDB, "shop", "edge", 1),
+		[]string{"route db of db/: Accepted=False/NotAllowedByListeners ...",
+			"listener db/a: Accepted=False/UnsupportedValue Programmed=False/Invalid [TCPRoute] 0"}},
 
 	// References to parents.
 	{"sectionName", gatewayYAML("db", tcp5432+", {name: two, protocol: TCP, port: 2, allowedRoutes: "+
@@ -165,6 +169,8 @@ var rules = []struct {
 	{"sectionName and port of different listeners", gatewayDB + routeYAML("db",
 		"{namespace: edge, name: db, sectionName: db, port: 2}", dbOfShop),
 		[]string{"route db of db/db: Accepted=False/NoMatchingParent ...", "listener db/db: good [TCPRoute] 0"}},
+	{"an empty sectionName", gatewayDB + services + routeYAML("db", "{namespace: edge, name: db, sectionName: ''}",
+		dbOfShop), []string{"route db of db/: good"}},
 	{"all listeners of the kind", gatewayYAML("db", tcp5432+", {name: two, protocol: TCP, port: 2, allowedRoutes: "+
 		"{namespaces: {from: All}}}, {name: dns, protocol: UDP, port: 53, allowedRoutes: {namespaces: {from: All}}}") +
 		services + routeDB,
@@ -178,7 +184,14 @@ var rules = []struct {
 	{"one listener of two serves", gatewayYAML("db", tcp5432+", {name: a, protocol: TCP, port: 2, allowedRoutes: "+
 		"{namespaces: {from: All}}}, {name: b, protocol: HTTP, port: 2}") + routeDB + services,
 		[]string{"route db of db/: good", "listener db/db: good [TCPRoute] 1", "listener db/a: Accepted=False/" +
-			"PortUnavailable Programmed=False/Invalid Conflicted=True/ProtocolConflict [TCPRoute] 1"}},
+			"PortUnavailable Programmed=False/Invalid Conflicted=True/ProtocolConflict [TCPRoute] 1",
+			`backends db: {"for":"Gateway edge/db","ports":[{"port":"tcp-5432","listener":"db","route":"TCPRoute shop/db",` +
+				`"to":[{"service":"shop/db","port":5432,"weight":1}]}]}`}},
+
+	{"the listener that is referred to does not serve", gatewayYAML("db", tcp5432+", {name: a, protocol: TCP, "+
+		"port: 2, allowedRoutes: {namespaces: {from: All}}}, {name: b, protocol: HTTP, port: 2}") + services +
+		routeYAML("db", "{namespace: edge, name: db, sectionName: a}", dbOfShop),
+		[]string{"route db of db/a: Accepted=False/NoReadyListeners", "gateway db: Accepted=True/ListenersNotValid"}},
 
 	// Several routes of one listener.
 	{"the oldest wins", gatewayDB + services + routeYAML("z", toDB, dbOfShop) +
@@ -193,6 +206,13 @@ var rules = []struct {
 			routeYAML("a", toDB, dbOfShop)),
 		[]string{`backends db: {"for":"Gateway edge/db","ports":[{"port":"tcp-5432","listener":"db",` +
 			`"route":"TCPRoute shop/a",...`, "listener db/db: good [TCPRoute] 2"}},
+	{"the same age: by namespace first", gatewayDB + services +
+		strings.NewReplacer("shop", "other", "name: a}", "name: a, creationTimestamp: 2026-01-01T00:00:00Z}").Replace(
+			routeYAML("a", toDB, dbOfShop)) +
+		strings.NewReplacer("shop", "edge", "name: z}", "name: z, creationTimestamp: 2026-01-01T00:00:00Z}").Replace(
+			routeYAML("z", toDB, dbOfShop)),
+		[]string{`backends db: {"for":"Gateway edge/db","ports":[{"port":"tcp-5432","listener":"db",` +
+			`"route":"TCPRoute edge/z",...`}},
 	{"a route that is not accepted does not win", gatewayDB + services +
 		"kind: TCPRoute\nmetadata: {namespace: shop, name: first}\nspec: {parentRefs: [" + toDB +
 		"], rules: [{}, {}]}\n---\n" +
@@ -234,7 +254,9 @@ var rules = []struct {
 	{"granted to others, or something else", gatewayDB + services + routeYAML("db", toDB,
 		"{namespace: edge, name: near, port: 5432}") + grantYAML("TCPRoute", "other", "{group: '', kind: Service}") +
 		grantYAML("UDPRoute", "shop", "{group: '', kind: Service}") +
-		grantYAML("TCPRoute", "shop", "{group: '', kind: Service, name: far}, {group: '', kind: Secret, name: near}") +
+		grantYAML("TCPRoute", "shop", "{group: '', kind: Service, name: far}, {group: '', kind: Secret, name: near}, "+
+			"{group: a.b, kind: Service}") +
+		strings.Replace(grantYAML("TCPRoute", "shop", "{group: '', kind: Service}"), "gateway.networking.k8s.io", "a.b", 1) +
 		strings.Replace(grantYAML("TCPRoute", "shop", "{group: '', kind: Service}"), "edge", "other", 1),
 		[]string{"route db of db/: ResolvedRefs=False/RefNotPermitted"}},
 

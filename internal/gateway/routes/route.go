@@ -128,7 +128,7 @@ func (c *computation) attach(r *route, ref *gatewayv1.ParentReference, g *gatewa
 			l.last = r
 			l.attached++
 		}
-		if l.first == nil || older(r.plan.Object, l.first.plan.Object) < 0 {
+		if l.serves() && (l.first == nil || older(r.plan.Object, l.first.plan.Object) < 0) {
 			l.first = r
 		}
 	}
@@ -169,7 +169,7 @@ const mostLost = 4
 func (r *route) acceptedMessage(a *attachment) string {
 	var lost []string
 	for _, l := range a.listeners {
-		if l.serves() && l.first != r && len(lost) < mostLost {
+		if l.first != nil && l.first != r && len(lost) < mostLost {
 			lost = append(lost, fmt.Sprintf("listener %s serves %s", l.Name, l.first.name()))
 		}
 	}

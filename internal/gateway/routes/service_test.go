@@ -10,6 +10,7 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/apimachinery/pkg/util/validation"
+	gatewayv1 "sigs.k8s.io/gateway-api/apis/v1"
 
 	"github.com/verdict-proxy/verdict/sync/watch"
 )
@@ -74,7 +75,7 @@ func live(t *testing.T, objects string) (*cluster, *corev1.Service) {
 
 // TestMergeService: what others set stays, what is ours is set, and nothing is written in vain.
 func TestMergeService(t *testing.T) {
-	const two = tcp5432 + ", {name: dns, protocol: UDP, port: 53}"
+	const two = tcp5432 + ", {name: dns, protocol: UDP, port: 5432}"
 	c, has := live(t, gatewayYAML("db", two, "infrastructure: {labels: {old: a}, annotations: {old: b}}"))
 	has.Labels["theirs"], has.Annotations["theirs"] = "x", "y"
 	want := Compute(&c.World).Gateways[0].Service
@@ -95,7 +96,7 @@ func TestMergeService(t *testing.T) {
 	if s.Labels["old"] != "" || s.Annotations["old"] != "" || s.Annotations[annotationInfrastructure] != "" {
 		t.Errorf("of the infrastructure stays %v %v", s.Labels, s.Annotations)
 	}
-	if p := s.Spec.Ports; p[0].Name != "udp-53" || p[0].NodePort != 30001 || p[1].NodePort != 30000 {
+	if p := s.Spec.Ports; p[0].Name != "udp-5432" || p[0].NodePort != 30001 || p[1].NodePort != 30000 {
 		t.Errorf("node ports %+v", p)
 	}
 	s.Spec.Ports[0].AppProtocol = new("x")
@@ -108,17 +109,18 @@ func TestMergeService(t *testing.T) {
 // balancer is set when the type is, and never changes.
 func TestMergeServiceTypes(t *testing.T) {
 	c, has := live(t, gatewayDB)
+	has.Spec.LoadBalancerClass = new("old.b/c")
 	c.configs[types.NamespacedName{Namespace: "edge", Name: "p"}] = map[string]string{"serviceType": "ClusterIP"}
 	c.Classes[0].Spec.ParametersRef = paramsRef("p")
 	inCluster, _ := MergeService(has, Compute(&c.World).Gateways[0].Service)
 	if s := inCluster.Spec; s.Type != corev1.ServiceTypeClusterIP || s.Ports[0].NodePort != 0 ||
-		s.ExternalTrafficPolicy != "" || s.AllocateLoadBalancerNodePorts != nil {
+		s.ExternalTrafficPolicy != "" || s.AllocateLoadBalancerNodePorts != nil || s.LoadBalancerClass != nil {
 		t.Errorf("became %+v", s)
 	}
 	c.configs[types.NamespacedName{Namespace: "edge", Name: "p"}] = map[string]string{"loadBalancerClass": "a.b/c",
 		"externalTrafficPolicy": "Local", "allocateLoadBalancerNodePorts": "false"}
 	want := Compute(&c.World).Gateways[0].Service
-	if s, _ := MergeService(has, want); s.Spec.LoadBalancerClass != nil ||
+	if s, _ := MergeService(has, want); or(s.Spec.LoadBalancerClass, "") != "old.b/c" ||
 		s.Spec.ExternalTrafficPolicy != corev1.ServiceExternalTrafficPolicyLocal || *s.Spec.AllocateLoadBalancerNodePorts {
 		t.Errorf("became %+v", s.Spec)
 	}
@@ -145,8 +147,8 @@ func TestDelete(t *testing.T) {
 	g.Spec.GatewayClassName = "else"
 	Compute(&c.World).check(t, []string{"delete edge/db-verdict", "no gateway db"})
 	g.Spec.GatewayClassName = "verdict"
-	g.Spec.Listeners[0].Protocol = "HTTP"
-	Compute(&c.World).check(t, []string{"delete edge/db-verdict", "no service db"})
+	g.Spec.Listeners[0].AllowedRoutes.Kinds = []gatewayv1.RouteGroupKind{{Kind: "HTTPRoute"}}
+	Compute(&c.World).check(t, []string{"delete edge/db-verdict", "no service db", "no address db"})
 	g.UID = "other"
 	Compute(&c.World).check(t, []string{"no delete"})
 	delete(c.services[types.NamespacedName{Namespace: "edge", Name: "db-verdict"}].Annotations, watch.AnnotationBackends)
