@@ -89,7 +89,7 @@ func TestSchemaKnowsValues(t *testing.T) {
 		}
 	}
 	compare("/", known, values)
-	for _, name := range []string{"image", "apiServer", "collector", "monitoring"} {
+	for _, name := range []string{"image", "apiServer", "collector", "gateway", "monitoring"} {
 		compare(name, known[name].(map[string]any)["properties"].(map[string]any), values[name].(map[string]any))
 	}
 }
