@@ -276,6 +276,7 @@ func TestNotes(t *testing.T) {
 		{anImage + "existingConfigMap: kube-proxy", "v1.37.1", "Keep that ConfigMap when you remove kube-proxy"},
 		{must + "sysctls: false", "v1.37.1", "sysctls is false"},
 		{must + "takeover: never", "v1.37.1", "takeover is never"},
+		{must + "gateway: {enabled: true}", "v1.37.1", "the cluster has no Gateway API"},
 		{must + "iptables: true", "v1.37.1", `must be the Dockerfile's "full"`},
 		{must + "updateStrategy: {type: OnDelete}", "v1.37.1", "updateStrategy has no surge"},
 		{must + "updateStrategy: {rollingUpdate: {maxSurge: 0, maxUnavailable: 1}}", "v1.37.1", "has no surge"},
