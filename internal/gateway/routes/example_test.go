@@ -41,7 +41,8 @@ func TestExample(t *testing.T) {
 			t.Errorf("%s is %s: %s", c.Type, c.Status, c.Message)
 		}
 	}
-	const shares = `"to":[{"service":"shop/db","port":5432,"weight":90},{"service":"shop/db-next","port":5432,"weight":10}]`
+	const shares = `"to":[{"service":"shop/db","port":5432,"weight":90},` +
+		`{"service":"shop/db-next","port":5432,"weight":10}]`
 	s := plan.Gateways[0].Service
 	if s == nil || !strings.Contains(s.Annotations[annotationBackends], shares) {
 		t.Errorf("the Service is %+v", s)
