@@ -12,11 +12,14 @@ import (
 type Plan struct {
 	// Classes are those that name our controller, in the World's order.
 	Classes []ClassPlan
-	// Gateways are those of our classes, in the World's order.
+	// Gateways are those of our classes that are not being deleted, in the World's order.
 	Gateways []GatewayPlan
 	// Routes are all of the World's, TCPRoutes first, in the World's order: a route that refers to no Gateway of ours
 	// has no Parents, and may have a status of ours that must go.
 	Routes []RoutePlan
+	// Delete are the Services that are Gateways' and must not exist any more. Those of Gateways that are gone go by their
+	// owner references, and those of a Gateway whose class is gone stay: a class that is replaced cuts no connection.
+	Delete []types.NamespacedName
 }
 
 // ClassPlan is a GatewayClass and its status.
@@ -30,16 +33,16 @@ type GatewayPlan struct {
 	Object *Gateway
 	// ServiceName is the Service that is the Gateway's, if there is one.
 	ServiceName types.NamespacedName
-	// Service is what of the Service is ours, or nil: then the Service must not exist, if it is ours (Owns).
+	// Service is what of the Gateway's Service is ours; nil if there must be none, or if its name is another's.
 	Service *corev1.Service
-	// Granted is the condition of the Service's status that names the backends of other namespaces; its
-	// ObservedGeneration is 0.
+	// Granted is the condition of the Service's status that names the backends of other namespaces. Its status is False
+	// if there are none: the Service needs no such condition.
 	Granted metav1.Condition
-	// Needs are the Services that all nodes must have programmed before the Gateway is: the Gateway's own, and its
-	// backends that exist, sorted. Nil if there is nothing to wait for: Programmed is the status then.
+	// Needs are the Services that all nodes must have programmed before the Gateway is: its own, and its backends that
+	// exist and have a weight, sorted. Nil without a Service.
 	Needs []types.NamespacedName
 	// Programmed is the status once nodes have programmed what is needed; Waiting is the status until then. They differ
-	// in conditions of type Programmed alone.
+	// in conditions of type Programmed alone, and not at all if the Gateway cannot be programmed as it is.
 	Programmed, Waiting GatewayStatus
 }
 

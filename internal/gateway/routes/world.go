@@ -15,9 +15,8 @@ const ControllerName gatewayv1.GatewayController = "verdict-proxy.github.io/gate
 type World struct {
 	// Controller is who we are, as in ControllerName.
 	Controller gatewayv1.GatewayController
-	// Bundles are the different values of the annotation gateway.networking.k8s.io/bundle-version on the definitions
-	// of the API that the cluster has; empty for a definition without one.
-	Bundles []string
+	// Bundles are of what releases the definitions of the API's kinds are that the cluster has.
+	Bundles []Bundle
 
 	// Classes, Gateways and routes may include those of other controllers.
 	Classes   []*gatewayv1.GatewayClass
@@ -28,9 +27,13 @@ type World struct {
 
 	// Namespace returns a namespace's labels, and whether it exists.
 	Namespace func(name string) (labels map[string]string, exists bool)
-	// Service returns a Service, or nil. Of Services that are backends, only type, cluster IP and ports are read. Of
-	// those that are Gateways', also metadata, cluster IPs and status.
+	// Service returns a Service, or nil. Of Services that are backends, only labels, type, cluster IP and ports are
+	// read. Of those that are Gateways', also the rest of metadata, cluster IPs, loadBalancerClass and status.
 	Service func(types.NamespacedName) *corev1.Service
 	// ConfigMap returns the data of a ConfigMap that a GatewayClass refers to, and whether it exists.
 	ConfigMap func(types.NamespacedName) (data map[string]string, exists bool)
 }
+
+// Bundle is what a CustomResourceDefinition of the API says of itself in the annotations gateway.networking.k8s.io/
+// bundle-version and channel, such as "v1.7.0" and "standard"; empty without them.
+type Bundle struct{ Version, Channel string }
