@@ -149,11 +149,12 @@ func (p *pass) isAsProgrammed(g *routes.GatewayPlan) bool {
 	}
 	if p.unlike == nil {
 		p.unlike = map[types.NamespacedName]bool{}
+		programmed := metav1.Condition{Status: metav1.ConditionTrue, Reason: string(gatewayv1.GatewayReasonProgrammed)}
 		for i := range p.plan.Routes {
 			r := p.plan.Routes[i] // a copy
 			r.Parents = slices.Clone(r.Parents)
 			for j := range r.Parents {
-				mark(&r.Parents[j], metav1.Condition{Status: metav1.ConditionTrue, Reason: reasonProgrammed})
+				mark(&r.Parents[j], programmedAs(&r.Parents[j], programmed))
 			}
 			always := func(*routes.RouteParent) bool { return true }
 			if _, differs := routes.MergeRoute(&r, routes.ControllerName, always, p.now); differs {
