@@ -85,7 +85,7 @@ var owners = map[string][]string{
 	"github.com/spf13/pflag":     {"internal/answers/inspect", "internal/lab/demo", "internal/proxy/config"},
 	"github.com/vishvananda":     {"internal/lab", "internal/proxy/preflight", "internal/proxy/takeover", "sync/watch"},
 	"go.yaml.in/yaml":            {"internal/system/yamltree"},
-	"golang.org/x/sync":          {"internal/answers", "internal/lab/benchmark", "internal/proxy/node"},
+	"golang.org/x/sync":          {"internal/answers", "internal/gateway", "internal/lab/benchmark", "internal/proxy/node"},
 	"golang.org/x/sys":           {"internal", "ipvsplugin", "nft/iptshim/xtables", "nft/kernel", "sync/watch"},
 	"golang.org/x/term":          {"internal/system/terminal"},
 	"gopkg.in/natefinch":         {"internal/proxy/flows"},

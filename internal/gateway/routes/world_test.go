@@ -1,6 +1,9 @@
 package routes
 
 import (
+	"cmp"
+	"fmt"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -20,13 +23,13 @@ type cluster struct {
 	configs    map[types.NamespacedName]map[string]string
 }
 
-// readCluster reads documents, separated by lines of ---. All objects get generation 7 and, in their order, ages of
-// whole seconds, unless they say others; Gateways get their name as UID. The class verdict and the namespaces are there.
+// readCluster reads documents, separated by lines of ---. All objects get generation 7, their name as UID, and in their
+// order ages of whole seconds, unless they say others. The class verdict and some namespaces are there.
 func readCluster(t testing.TB, text string) *cluster {
 	t.Helper()
 	c := newCluster()
 	at := time.Unix(1_700_000_000, 0)
-	for i, document := range strings.Split(text, "\n---\n") {
+	for i, document := range strings.Split(strings.TrimSuffix(text, "---\n"), "\n---\n") {
 		var meta struct {
 			Kind string
 			metav1.ObjectMeta
@@ -59,7 +62,7 @@ func newCluster() *cluster {
 	}
 	c.World = World{
 		Controller: ControllerName,
-		Bundles:    []Bundle{{"v1.7.0", "experimental"}},
+		Bundles:    []Bundle{{"v1.7.0", "standard"}},
 		Classes: []*gatewayv1.GatewayClass{{ObjectMeta: metav1.ObjectMeta{Name: "verdict", Generation: 3},
 			Spec: gatewayv1.GatewayClassSpec{ControllerName: ControllerName}}},
 		Namespace: func(name string) (map[string]string, bool) {
@@ -143,31 +146,76 @@ func (c *cluster) compute() *Plan {
 	return Compute(&c.World)
 }
 
-// brief is "Accepted=True/Accepted Programmed=False/Pending".
+// good are the conditions of what is served.
+var good = []string{"Accepted=True/Accepted", "Programmed=True/Programmed", "ResolvedRefs=True/ResolvedRefs",
+	"Conflicted=False/NoConflicts", "SupportedVersion=True/SupportedVersion",
+	"AddressesAssigned=True/AddressesAssigned"}
+
+// brief has the conditions that are not good, such as "Programmed=False/Pending".
 func brief(conditions []metav1.Condition) string {
 	var words []string
 	for _, c := range conditions {
-		words = append(words, c.Type+"="+string(c.Status)+"/"+c.Reason)
+		if word := c.Type + "=" + string(c.Status) + "/" + c.Reason; !slices.Contains(good, word) {
+			words = append(words, word)
+		}
 	}
-	return strings.Join(words, " ")
+	return cmp.Or(strings.Join(words, " "), "good")
 }
 
-// gatewayDB is a Gateway with a listener db for TCP, and the Services and the route that it serves.
-const gatewayDB = `
-kind: Gateway
-metadata: {namespace: edge, name: db}
-spec:
-  gatewayClassName: verdict
-  listeners:
-  - {name: db, protocol: TCP, port: 5432, allowedRoutes: {namespaces: {from: All}}}
----
-kind: Service
-metadata: {namespace: shop, name: db}
-spec: {clusterIP: 10.96.0.1, ports: [{name: pg, port: 5432}]}
----
-kind: TCPRoute
-metadata: {namespace: shop, name: db}
-spec:
-  parentRefs: [{namespace: edge, name: db}]
-  rules: [{backendRefs: [{name: db, port: 5432}]}]
-`
+// lines are what a plan says, in brief.
+func (p *Plan) lines() []string {
+	var lines []string
+	add := func(format string, args ...any) { lines = append(lines, fmt.Sprintf(format, args...)) }
+	for _, c := range p.Classes {
+		add("class %s: %s", c.Object.Name, brief(c.Status.Conditions))
+	}
+	for _, g := range p.Gateways {
+		add("gateway %s: %s", g.Object.Name, brief(g.Programmed.Conditions))
+		for _, a := range g.Programmed.Addresses {
+			add("address %s: %s %s %s", g.Object.Name, *a.Type, a.Value, or(a.Routability, "unsaid"))
+		}
+		for _, l := range g.Programmed.Listeners {
+			kinds := []string{}
+			for _, k := range l.SupportedKinds {
+				kinds = append(kinds, string(k.Kind))
+			}
+			add("listener %s/%s: %s %v %d", g.Object.Name, l.Name, brief(l.Conditions), kinds, l.AttachedRoutes)
+		}
+		if s := g.Service; s != nil {
+			var ports []string
+			for _, port := range s.Spec.Ports {
+				ports = append(ports, fmt.Sprintf("%s=%d/%s", port.Name, port.Port, port.Protocol))
+			}
+			add("service %s: %s %v", g.Object.Name, s.Spec.Type, ports)
+			add("backends %s: %s", g.Object.Name, s.Annotations[annotationBackends])
+			add("granted %s: %s", g.Object.Name, g.Granted.Message)
+			add("needs %s: %s", g.Object.Name, g.Needs)
+		}
+	}
+	for _, r := range p.Routes {
+		for _, o := range r.Parents {
+			add("route %s of %s/%s: %s", r.Object.GetName(), o.Gateway.Name, or(o.Status.ParentRef.SectionName, ""),
+				brief(o.Status.Conditions))
+		}
+	}
+	for _, name := range p.Delete {
+		add("delete %s", name)
+	}
+	return lines
+}
+
+// check fails if a plan has not all lines that are wanted. One that ends with "..." is wanted by its beginning, and one
+// that begins with "no " must not be there so.
+func (p *Plan) check(t *testing.T, want []string) {
+	t.Helper()
+	lines := p.lines()
+	for _, w := range want {
+		text, not := strings.CutPrefix(w, "no ")
+		begins := strings.TrimSuffix(text, "...")
+		if slices.ContainsFunc(lines, func(l string) bool {
+			return l == text || (begins != text || not) && strings.HasPrefix(l, begins)
+		}) == not {
+			t.Errorf("wanted %s\namong\n%s", w, strings.Join(lines, "\n"))
+		}
+	}
+}
