@@ -2,6 +2,7 @@ package dataplane
 
 import (
 	"fmt"
+	"math"
 	"net/netip"
 	"slices"
 	"time"
@@ -42,12 +43,14 @@ func (t *Trace) Disagreements(x *Explanation) []Disagreement {
 		return nil
 	}
 	var out []Disagreement
+	refused := int(x.Refused())
 	remembered, taken := x.Port.Affinity, map[netip.AddrPort]bool{}
 	for _, c := range x.Endpoints {
 		taken[c.AddrPort] = taken[c.AddrPort] || c.Reason.Included()
 	}
 	for _, e := range t.Endings {
 		switch {
+		case e.Outcome == Rejected && refused > 0 && e.alike(refused, RefusedOf, true):
 		case e.Outcome != Sent:
 			out = append(out, Disagreement{Objects: want.String(),
 				Kernel: fmt.Sprintf("%s in %d of %d cases", e.Outcome, e.Share, e.Of)})
@@ -80,7 +83,7 @@ func (t *Trace) endpointDisagreements(x *Explanation) (out []Disagreement) {
 			endings[e.Endpoint] = e
 		}
 	}
-	total := 0
+	total, kept := 0, RefusedOf-int(x.Refused())
 	for _, c := range x.Endpoints {
 		if c.Reason.Included() {
 			total += c.Share()
@@ -95,9 +98,13 @@ func (t *Trace) endpointDisagreements(x *Explanation) (out []Disagreement) {
 		switch {
 		case !held && !stuck:
 			out = append(out, Disagreement{Endpoint: c.AddrPort, Objects: there, Kernel: not})
-		case held && !stuck && !has.alike(c.Share(), total, c.Weight > 0 || x.Port.Hash != NoHash):
-			out = append(out, Disagreement{Endpoint: c.AddrPort,
-				Objects: fmt.Sprintf("%d of %d connections", c.Share(), total), Kernel: fmt.Sprintf("%d of %d", has.Share, has.Of)})
+		case held && !stuck && !has.alike(c.Share()*kept, total*RefusedOf, c.Weight > 0 || x.Port.Hash != NoHash):
+			objects := fmt.Sprintf("%d of %d connections", c.Share(), total)
+			if kept < RefusedOf {
+				objects += fmt.Sprintf(", of %d of %d", kept, RefusedOf)
+			}
+			out = append(out, Disagreement{Endpoint: c.AddrPort, Objects: objects,
+				Kernel: fmt.Sprintf("%d of %d", has.Share, has.Of)})
 		case held && has.Masquerade != c.SourceSeen.Node():
 			out = append(out, Disagreement{Endpoint: c.AddrPort, Objects: seesText(c.SourceSeen.Node()),
 				Kernel: seesText(has.Masquerade)})
@@ -113,9 +120,9 @@ func (t *Trace) endpointDisagreements(x *Explanation) (out []Disagreement) {
 // alike reports whether the chance is a share of a total. A rounded one may be off by less than one of the parts into
 // which the kernel divides all connections, or by one per cent.
 func (e *Ending) alike(share, total int, rounded bool) bool {
-	off, want := e.Share*total-share*e.Of, share*e.Of
-	off = max(off, -off)
-	return off == 0 || rounded && (off < total || off*100 <= want)
+	want, all := float64(share)*float64(e.Of), float64(total) // whose products do not fit into an int
+	off := math.Abs(float64(e.Share)*all - want)
+	return off == 0 || rounded && (off < all || off*100 <= want)
 }
 
 func seesText(node bool) string {
