@@ -125,7 +125,9 @@ func TestProgrammed(t *testing.T) {
 	r.stop()
 	r.nodes.set("edge/db-verdict", true)
 	r.lead(t)
-	testkit.Eventually(t, 10*time.Second, "it knows the Gateway", func() bool { return r.controller.Stats().Programmed == 1 })
+	testkit.Eventually(t, 10*time.Second, "it knows the Gateway", func() bool {
+		return r.controller.Stats().Programmed == 1
+	})
 	expect(t, "by the next that leads", r.calm())
 }
 
@@ -245,7 +247,9 @@ func TestOtherClass(t *testing.T) {
 	r.eventually(t, "Accepted", theRoute)
 	r.calm()
 	r.drop("gatewayclasses//verdict")
-	expect(t, "without the class", slices.DeleteFunc(r.calm(), func(w string) bool { return strings.Contains(w, theRoute) }))
+	expect(t, "without the class", slices.DeleteFunc(r.calm(), func(w string) bool {
+		return strings.Contains(w, theRoute)
+	}))
 	r.put(t, `kind: GatewayClass
 metadata: {name: other}
 spec: {controllerName: example.org/other}`)

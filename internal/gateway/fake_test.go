@@ -49,8 +49,8 @@ type fakeEvent struct {
 	object   []byte
 }
 
-var kinds = map[string]string{classes: "GatewayClass", gateways: "Gateway", tcpRoutes: "TCPRoute", udpRoutes: "UDPRoute",
-	"referencegrants": "ReferenceGrant", "namespaces": "Namespace", services: "Service", "configmaps": "ConfigMap"}
+var kinds = map[string]string{classes: "GatewayClass", gateways: "Gateway", tcpRoutes: "TCPRoute",
+	udpRoutes: "UDPRoute", "referencegrants": "ReferenceGrant", "namespaces": "Namespace", services: "Service", "configmaps": "ConfigMap"}
 
 func newFakeAPI(t testing.TB) *fakeAPI {
 	f := &fakeAPI{version: 100, objects: map[string]map[string]any{}, news: make(chan struct{}),
@@ -166,7 +166,8 @@ func (f *fakeAPI) list(w http.ResponseWriter, version, resource string) {
 			items = append(items, f.objects[k])
 		}
 	}
-	_ = json.NewEncoder(w).Encode(map[string]any{"kind": kinds[resource] + "List", "apiVersion": groupOf(resource, version),
+	_ = json.NewEncoder(w).Encode(map[string]any{
+		"kind": kinds[resource] + "List", "apiVersion": groupOf(resource, version),
 		"metadata": map[string]any{"resourceVersion": strconv.Itoa(f.version)}, "items": items})
 }
 
@@ -343,6 +344,13 @@ func (f *fakeAPI) written() []string {
 	return w
 }
 
+// count counts all requests.
+func (f *fakeAPI) count() int {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	return f.requests
+}
+
 // nodes are those of a cluster, as a collector asks them.
 type nodes struct {
 	mu sync.Mutex
@@ -393,7 +401,13 @@ func newRig(t *testing.T) *rig {
 // lead starts a controller, or another one.
 func (r *rig) lead(t *testing.T) {
 	t.Helper()
-	c, err := New(&rest.Config{Host: r.URL}, slog.New(slog.NewTextHandler(t.Output(), nil)), nil)
+	r.leadWith(t, slog.New(slog.NewTextHandler(t.Output(), nil)))
+}
+
+// leadWith is lead with a log.
+func (r *rig) leadWith(t *testing.T, log *slog.Logger) {
+	t.Helper()
+	c, err := New(&rest.Config{Host: r.URL}, log, nil)
 	if err != nil {
 		t.Fatal(err)
 	}
