@@ -10,9 +10,9 @@ import (
 // in the commit what the lines are for, and what they replace.
 var budget = map[string]int{
 	"cmd":              4_800,
-	"nft":              18_130,
+	"nft":              18_150,
 	"ipvsplugin":       3_280,
-	"sync":             14_435,
+	"sync":             14_475,
 	"internal/system":  7_590,
 	"internal/proxy":   26_660,
 	"internal/answers": 14_995,
