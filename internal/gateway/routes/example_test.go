@@ -8,6 +8,8 @@ import (
 
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+
+	"github.com/verdict-proxy/verdict/sync/watch"
 )
 
 // TestExample: all of examples/gateway.yaml is accepted and served, in the shares that it says.
@@ -44,7 +46,7 @@ func TestExample(t *testing.T) {
 	const shares = `"to":[{"service":"shop/db","port":5432,"weight":90},` +
 		`{"service":"shop/db-next","port":5432,"weight":10}]`
 	s := plan.Gateways[0].Service
-	if s == nil || !strings.Contains(s.Annotations[annotationBackends], shares) {
+	if s == nil || !strings.Contains(s.Annotations[watch.AnnotationBackends], shares) {
 		t.Errorf("the Service is %+v", s)
 	}
 }
