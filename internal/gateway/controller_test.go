@@ -37,14 +37,22 @@ func (r *rig) is(key, condition string, want metav1.ConditionStatus) bool {
 }
 
 func (r *rig) condition(key, condition string) *metav1.Condition {
-	var o struct {
-		Metadata metav1.ObjectMeta
-		Status   struct {
-			Conditions []metav1.Condition
-			Parents    []struct{ Conditions []metav1.Condition }
-		}
-	}
+	var o withConditions
 	r.get(key, &o)
+	return o.condition(condition)
+}
+
+// withConditions is any object of Gateway API.
+type withConditions struct {
+	Metadata metav1.ObjectMeta
+	Status   struct {
+		Conditions []metav1.Condition
+		Parents    []struct{ Conditions []metav1.Condition }
+	}
+}
+
+// condition returns a condition of the object as it is; nil if there is none, or one of an older object.
+func (o *withConditions) condition(condition string) *metav1.Condition {
 	for _, p := range o.Status.Parents {
 		o.Status.Conditions = append(o.Status.Conditions, p.Conditions...)
 	}
