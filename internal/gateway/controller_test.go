@@ -202,14 +202,25 @@ spec:
   from: [{group: gateway.networking.k8s.io, kind: TCPRoute, namespace: edge}]
   to: [{group: "", kind: Service}]`)
 	r.eventually(t, "ResolvedRefs", route)
-	var order []string
-	for _, w := range r.written() {
-		if strings.Contains(w, "services/") {
-			order = append(order, w)
-		}
+	if w := r.ofServices(); !slices.Equal(w, []string{"PATCH " + theService + "/status", "PATCH " + theService}) {
+		t.Errorf("after the grant: %q", w)
 	}
-	if !slices.Equal(order, []string{"PATCH " + theService + "/status", "PATCH " + theService}) {
-		t.Errorf("after the grant: %q", order)
+	r.calm()
+	other := strings.NewReplacer("namespace: shop", "namespace: edge", "[{name: db, ", "[{namespace: shop, name: db, ",
+		", {name: db-next, port: 5432, weight: 1}", "")
+	r.put(t, other.Replace(shopDB(1, 1)))
+	r.eventually(t, "Accepted", route)
+	r.calm()
+	r.put(t, strings.Replace(other.Replace(shopDB(1, 1)), "name: db, port", "name: db-next, port", 1))
+	r.eventually(t, "Accepted", route)
+	var w []string
+	testkit.Eventually(t, 10*time.Second, "the Service is written", func() bool {
+		w = append(w, r.ofServices()...)
+		return len(w) >= 3
+	})
+	if !slices.Equal(w, []string{"PATCH " + theService + "/status", "PATCH " + theService,
+		"PATCH " + theService + "/status"}) {
+		t.Errorf("after one backend in place of another: %q", w)
 	}
 	r.calm()
 	r.drop("referencegrants/shop/edge")
@@ -220,6 +231,16 @@ spec:
 	if w := r.calm(); !slices.Contains(w, "PATCH "+theService) {
 		t.Errorf("after the grant is gone: %q", w)
 	}
+}
+
+// ofServices returns the writes of Services so far, in their order.
+func (r *rig) ofServices() (list []string) {
+	for _, w := range r.written() {
+		if strings.Contains(w, "services/") {
+			list = append(list, w)
+		}
+	}
+	return list
 }
 
 // TestRejectedService: if the API server does not want a Gateway's Service, the Gateway says so, is tried rarely, and
