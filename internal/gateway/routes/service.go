@@ -9,10 +9,13 @@ import (
 
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/runtime/schema"
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/apimachinery/pkg/util/intstr"
 	"k8s.io/apimachinery/pkg/util/validation"
 	gatewayv1 "sigs.k8s.io/gateway-api/apis/v1"
+
+	"github.com/verdict-proxy/verdict/sync/watch"
 )
 
 // annotationInfrastructure names the labels and annotations that a Service has because its Gateway's infrastructure has
@@ -24,7 +27,8 @@ const annotationInfrastructure = "gateway.verdict-proxy.github.io/infrastructure
 func ServiceName(gateway types.NamespacedName) types.NamespacedName {
 	name := gateway.Name + "-verdict"
 	if len(validation.IsDNS1035Label(name)) > 0 {
-		name = fmt.Sprintf("gateway-%x-verdict", sha256.Sum256([]byte(gateway.Name)))[:len("gateway--verdict")+32]
+		sum := sha256.Sum256([]byte(gateway.Name))
+		name = fmt.Sprintf("gateway-%x-verdict", sum[:16])
 	}
 	return types.NamespacedName{Namespace: gateway.Namespace, Name: name}
 }
@@ -46,7 +50,7 @@ func (g *gateway) service(backends string) *corev1.Service {
 		ObjectMeta: metav1.ObjectMeta{Name: g.serviceName.Name, Namespace: g.serviceName.Namespace,
 			Labels: map[string]string{}, Annotations: map[string]string{},
 			OwnerReferences: []metav1.OwnerReference{*metav1.NewControllerRef(g.obj,
-				gatewayv1.SchemeGroupVersion.WithKind("Gateway"))}},
+				schema.GroupVersionKind{Group: gatewayv1.GroupName, Version: "v1", Kind: "Gateway"})}},
 		Spec: corev1.ServiceSpec{Type: g.serviceType(), IPFamilyPolicy: new(corev1.IPFamilyPolicyPreferDualStack)},
 	}
 	g.addMetadata(s, backends)
@@ -114,7 +118,7 @@ func (g *gateway) addMetadata(s *corev1.Service, backends string) {
 			s.Labels[label] = value
 		}
 	}
-	s.Annotations[annotationBackends] = backends
+	s.Annotations[watch.AnnotationBackends] = backends
 	if delete(s.Annotations, annotationInfrastructure); len(propagated) > 0 {
 		s.Annotations[annotationInfrastructure] = strings.Join(propagated, " ")
 	}
@@ -128,7 +132,6 @@ func MergeService(has, want *corev1.Service) (*corev1.Service, bool) {
 	dropPropagated(s)
 	s.Labels = withAll(s.Labels, want.Labels)
 	s.Annotations = withAll(s.Annotations, want.Annotations)
-	s.OwnerReferences = want.OwnerReferences
 	s.Spec.Type, s.Spec.Selector, s.Spec.IPFamilyPolicy = want.Spec.Type, nil, want.Spec.IPFamilyPolicy
 	s.Spec.Ports = slices.Clone(want.Spec.Ports)
 	s.Spec.ExternalTrafficPolicy = want.Spec.ExternalTrafficPolicy
