@@ -10,14 +10,14 @@ import (
 // in the commit what the lines are for, and what they replace.
 var budget = map[string]int{
 	"cmd":              4_800,
-	"nft":              17_970,
+	"nft":              18_140,
 	"ipvsplugin":       3_280,
-	"sync":             14_000,
-	"internal/system":  7_580,
+	"sync":             14_470,
+	"internal/system":  7_590,
 	"internal/proxy":   26_620,
-	"internal/answers": 14_820,
-	"internal/gateway": 3_750,
-	"internal/lab":     7_280,
+	"internal/answers": 14_950,
+	"internal/gateway": 3_850,
+	"internal/lab":     7_300,
 }
 
 // slack is how far below its budget a wing may be before the budget has to follow.
