@@ -50,7 +50,8 @@ type fakeEvent struct {
 }
 
 var kinds = map[string]string{classes: "GatewayClass", gateways: "Gateway", tcpRoutes: "TCPRoute",
-	udpRoutes: "UDPRoute", "referencegrants": "ReferenceGrant", "namespaces": "Namespace", services: "Service", "configmaps": "ConfigMap"}
+	udpRoutes: "UDPRoute", "referencegrants": "ReferenceGrant", "namespaces": "Namespace", services: "Service",
+	"configmaps": "ConfigMap"}
 
 func newFakeAPI(t testing.TB) *fakeAPI {
 	f := &fakeAPI{version: 100, objects: map[string]map[string]any{}, news: make(chan struct{}),
