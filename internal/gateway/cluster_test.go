@@ -168,9 +168,7 @@ func (c *cluster) define() {
 }
 
 func (c *cluster) look() {
-	c.controller.mu.Lock()
-	defer c.controller.mu.Unlock()
-	if l := c.controller.leading; l != nil {
+	if l := c.controller.leads(); l != nil {
 		notify(l.world.again)
 	}
 }
