@@ -9,10 +9,10 @@ import (
 // budget is how many lines of Go each wing of the product may have, without tests. To raise a number is a decision: say
 // in the commit what the lines are for, and what they replace.
 var budget = map[string]int{
-	"cmd":              4_770,
-	"nft":              18_140,
+	"cmd":              4_800,
+	"nft":              18_150,
 	"ipvsplugin":       3_280,
-	"sync":             14_470,
+	"sync":             14_475,
 	"internal/system":  7_590,
 	"internal/proxy":   26_580,
 	"internal/answers": 14_900,

@@ -16,6 +16,8 @@ import (
 // Service is what changes of one Service.
 type Service struct {
 	Name string `json:"service"`
+	// For names what asked for its backends, as "Gateway edge/db"; empty if nobody said, or if it is deleted.
+	For string `json:"for,omitempty"`
 	// Verb is created, changed or deleted.
 	Verb string `json:"verb"`
 	// Settings are its settings that change, in words.
@@ -64,7 +66,7 @@ type Sources struct {
 // service describes one Service.
 func (m *maker) service(i int, n snapshot.Name) *Service {
 	before, after := m.before[i], m.after[i]
-	s := &Service{Name: n.String(), Verb: "changed"}
+	s := &Service{Name: n.String(), For: m.Objects.Snap.Services[n].For(), Verb: "changed"}
 	switch {
 	case before == nil:
 		s.Verb = "created"
@@ -108,17 +110,27 @@ func (m *maker) settings(s *Service, n snapshot.Name, before, after *dataplane.S
 		port := portLabel(a)
 		say(port, "session affinity", spanText(b.Affinity), spanText(a.Affinity))
 		say(port, "choice", choiceText(b), choiceText(a))
-		say(port, "refused shares", refusedText(b), refusedText(a))
+		say(port, "connections refused for backends without endpoints", refusedText(b), refusedText(a))
 		say(port, "second chance", b.SecondChance.String(), a.SecondChance.String())
 		say(port, "drain deadline", spanText(b.Drain), spanText(a.Drain))
 		said[a.Name.Port+a.Name.Protocol.String()] = len(s.Settings) > count
 	}
 }
 
-// refusedText says how many connections are refused for backends without endpoints: of all, and with a policy Local.
+// refusedText says how many connections are refused for backends without endpoints: of all, and with a policy Local if
+// that has endpoints.
 func refusedText(sp *dataplane.ServicePort) string {
-	return fmt.Sprintf("%.4g%% (%.4g%% with a policy Local)", float64(sp.Cluster.Refused)*100/dataplane.RefusedOf,
-		float64(sp.Local.Refused)*100/dataplane.RefusedOf)
+	share := func(p *dataplane.Pool) string {
+		if p.Refused == 0 {
+			return "none"
+		}
+		return fmt.Sprintf("%.4g%%", float64(p.Refused)*100/dataplane.RefusedOf)
+	}
+	text := share(sp.Cluster)
+	if local := share(sp.Local); len(sp.Local.Endpoints) > 0 && local != text {
+		text += " (with a policy Local " + local + ")"
+	}
+	return text
 }
 
 func portText(p uint16) string {

@@ -133,7 +133,8 @@ func countEndpoints(of []*snapshot.Slice) int {
 }
 
 // List returns the Services that a query asks for, sorted by name, a page at a time: namespace= and name= are those of
-// Services, trouble=true leaves out those in order, and after=NAMESPACE/NAME begins the next page.
+// Services, trouble=true leaves out those in order, for=true those that nothing asked for backends of, and
+// after=NAMESPACE/NAME begins the next page.
 func (b *Board) List(query url.Values) (*Services, error) {
 	out := &Services{Status: b.o.Status().Short()}
 	after := snapshot.Name{}
@@ -144,10 +145,12 @@ func (b *Board) List(query url.Values) (*Services, error) {
 		}
 	}
 	namespace, name, trouble := query.Get("namespace"), query.Get("name"), query.Get("trouble") == "true"
+	all := query.Get("for") != "true"
 	v := b.view()
 	var names []snapshot.Name
-	for n := range v.services {
-		if n.Compare(after) > 0 && (namespace == "" || n.Namespace == namespace) && (name == "" || n.Name == name) {
+	for n, e := range v.services {
+		if n.Compare(after) > 0 && (namespace == "" || n.Namespace == namespace) && (name == "" || n.Name == name) &&
+			(all || e.object.For() != "") {
 			names = append(names, n)
 		}
 	}

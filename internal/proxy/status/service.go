@@ -50,6 +50,8 @@ func (s State) Rank() int { return slices.Index(states, s) }
 // Service is a Service on a node.
 type Service struct {
 	Service string `json:"service"`
+	// For names what asked for its backends, as "Gateway edge/db"; empty if nobody said.
+	For string `json:"for,omitempty"`
 	// Type is LoadBalancer if it has an address of one, else NodePort if it has one, else ClusterIP.
 	Type  string `json:"type"`
 	State State  `json:"state"`
@@ -58,8 +60,8 @@ type Service struct {
 	ClusterIPs      []netip.Addr `json:"clusterIPs,omitempty"`
 	ExternalIPs     []netip.Addr `json:"externalIPs,omitempty"`
 	LoadBalancerIPs []netip.Addr `json:"loadBalancerIPs,omitempty"`
-	// Endpoints counts the addresses in the Service's slices, whatever their state, and Usable those that new connections
-	// to its worst port may go to from this node.
+	// Endpoints counts the addresses in the slices of the Service, or of its backends, whatever their state, and Usable
+	// those that new connections to its worst port may go to from this node.
 	Endpoints int           `json:"endpoints"`
 	Usable    int           `json:"usable"`
 	Ports     []PortOfState `json:"ports,omitempty"`
@@ -89,6 +91,7 @@ func (s *Service) addresses(o *snapshot.Service) {
 	if o == nil {
 		return
 	}
+	s.For = o.For()
 	s.ClusterIPs, s.ExternalIPs, s.LoadBalancerIPs = o.ClusterIPs, o.ExternalIPs, o.LoadBalancerIPs
 	for _, p := range o.Ports {
 		s.Ports = append(s.Ports, PortOfState{Name: p.Name, Protocol: p.Protocol.String(), Port: p.Port,

@@ -76,13 +76,15 @@ function named(names) {
 const nodesOf = (n) => (n.count > n.names.length ? plural(n.count, "node") : n.names.join(", "));
 
 const nameOf = (p) => (p.port ? p.service + ":" + p.port : p.service);
-const shown = () => (view ? view.ports.filter((p) => nameOf(p).includes(filter)) : []);
+const forOf = (p) => (p && p.for ? ` (${p.for})` : "");
+const titleOf = (p) => nameOf(p) + forOf(p);
+const shown = () => (view ? view.ports.filter((p) => titleOf(p).includes(filter)) : []);
 
 function drawServices() {
   const rows = [];
   for (const p of shown()) {
     const name = nameOf(p);
-    const tr = row([cell("Service", name), cell("Connections/s", rate(p.rate), "n"), cell("Nodes", p.nodes, "n")]);
+    const tr = row([cell("Service", titleOf(p)), cell("Connections/s", rate(p.rate), "n"), cell("Nodes", p.nodes, "n")]);
     tr.dataset.name = name;
     tr.setAttribute("aria-selected", name === selected);
     rows.push(tr);
@@ -138,7 +140,9 @@ function drawFigures() {
 }
 
 function draw(v) {
+  const first = !view;
   view = v;
+  if (first) drawMap(); // which has its names of Services from here
   const trouble = [v.error, v.topError].filter(Boolean).join("; ");
   $("trouble").hidden = !trouble;
   $("trouble").textContent = trouble;
