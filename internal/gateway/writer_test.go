@@ -14,8 +14,8 @@ import (
 	"k8s.io/client-go/util/flowcontrol"
 )
 
-// TestWriter: namespaces take turns; what is being written is not taken again; what failed waits, unless it follows from
-// something else now; and what is not asked for any more is forgotten.
+// TestWriter: namespaces take turns; what is being written is not taken again; what failed waits, unless it follows
+// from something else now; and what is not asked for any more is forgotten.
 func TestWriter(t *testing.T) {
 	w := newWriter(flowcontrol.NewFakeAlwaysRateLimiter(), slog.New(slog.DiscardHandler), func(ref, error) {})
 	ask := func(basis string, names ...string) time.Duration {
@@ -66,8 +66,8 @@ func TestWriter(t *testing.T) {
 	}
 }
 
-// TestStore: an event that is older than what a write returned changes nothing, unless the object is another one of that
-// name; only news makes the world dirty.
+// TestStore: an event that is older than what a write returned changes nothing, unless the object is another one of
+// that name; only news makes the world dirty.
 func TestStore(t *testing.T) {
 	w := newWorld(nil, nil)
 	service := func(uid, version, ip string) *corev1.Service {
