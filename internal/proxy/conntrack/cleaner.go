@@ -23,6 +23,8 @@ type table interface {
 	narrow() bool
 	list(q query, do func([]flow) error) error
 	remove([]flow) (removed int, err error)
+	// reset has ends of connections reset whose flows are removed.
+	reset([]connEnd) error
 }
 
 // SweepResult is what a Cleaner reports after each sweep.

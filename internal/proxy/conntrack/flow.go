@@ -19,6 +19,9 @@ type flow struct {
 	client, masquerade netip.AddrPort
 	// answered says that the endpoint has sent a packet.
 	answered bool
+	// replies is how many packets the endpoint has sent, if counted says that the kernel counts them.
+	replies uint64
+	counted bool
 	// tcp is only known for TCP.
 	tcp tcpInfo
 	// zoned says that at least one direction is not in the default zone.
@@ -114,6 +117,8 @@ func parseFlow(attrs []byte) (flow, bool) {
 			f.tcp.parse(v)
 		case ctaTimeout:
 			f.tcp.left = v.Big32()
+		case ctaCountersReply:
+			f.replies, f.counted = netlink.Find(v, ctaCountersPackets).Big64(), true
 		case ctaZone:
 			f.zone = v
 		case ctaID:
