@@ -24,6 +24,7 @@ const (
 	nameSlowStart        = "slow-start"
 	nameSecondChance     = "second-chance"
 	nameDrain            = "drain"
+	nameRebalance        = "rebalance"
 	nameExternalFailover = "external-failover"
 	nameCounters         = "counters"
 	nameRecords          = "records"
@@ -37,8 +38,8 @@ const annotationCiliumWeight = "service.cilium.io/weight"
 
 // annotationNames are the names that an object of a kind may have after the domain.
 var annotationNames = map[string][]string{
-	"Service": {nameCounters, nameDrain, nameExternalFailover, nameRecords, nameScheduler, nameSecondChance,
-		nameSlowStart, nameWeights, nameZoneDemand, nameZones},
+	"Service": {nameCounters, nameDrain, nameExternalFailover, nameRebalance, nameRecords, nameScheduler,
+		nameSecondChance, nameSlowStart, nameWeights, nameZoneDemand, nameZones},
 	"EndpointSlice": {nameWeight},
 }
 
@@ -64,6 +65,7 @@ func readServiceAnnotations(f *problemList, of map[string]string, s, last *snaps
 	s.ExternalFailover = word(&a, nameExternalFailover, was.ExternalFailover, snapshot.ParseExternalFailover,
 		`none of "cluster", "reject", "pass" and "drop"`)
 	s.Drain = a.duration(nameDrain, 24, was.Drain)
+	s.Rebalance = a.duration(nameRebalance, 1, was.Rebalance)
 	s.SlowStart = a.slowStart(s.Scheduling, was.SlowStart)
 	a.unknown("Service")
 }

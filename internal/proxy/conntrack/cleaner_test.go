@@ -75,6 +75,15 @@ func (t *fakeTable) reset(ends []connEnd) error {
 	return nil
 }
 
+func (t *fakeTable) again(of *flow) (f flow, ok bool, err error) {
+	for _, f := range t.left() {
+		if f.client == of.client && f.frontend == of.frontend {
+			return f, true, nil
+		}
+	}
+	return f, false, nil
+}
+
 func (t *fakeTable) left() []flow {
 	t.mu.Lock()
 	defer t.mu.Unlock()

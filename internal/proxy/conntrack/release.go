@@ -3,6 +3,7 @@ package conntrack
 import (
 	"context"
 	"maps"
+	"math"
 	"net/netip"
 	"time"
 
@@ -25,9 +26,12 @@ const (
 	ReleasedUnanswered ReleaseReason = iota
 	// ReleasedDrain means that the drain deadline of the Service is over.
 	ReleasedDrain
+	// ReleasedRebalance means that the endpoint serves, and had more than its share of the connections, of which this one
+	// was idle.
+	ReleasedRebalance
 )
 
-var releaseReasonNames = [...]string{"unanswered", "drain"}
+var releaseReasonNames = [...]string{"unanswered", "drain", "rebalance"}
 
 func (r ReleaseReason) String() string { return releaseReasonNames[r] }
 
@@ -84,6 +88,8 @@ type Releaser struct {
 	// discover is when all flows to all frontends are to be listed, to find endpoints that departed unseen; zero if they
 	// need not be.
 	discover time.Time
+	// moving holds the ports that are rebalanced, by their first frontend.
+	moving map[dataplane.Key]*rebalancing
 }
 
 // goneKey is an endpoint of a port.
@@ -169,8 +175,10 @@ func NewReleaser(w *Walker, o ReleaserOptions) *Releaser {
 	if o.Timeouts == nil {
 		o.Timeouts = func() (established, unacknowledged time.Duration) { return defaultEstablished, defaultTimeout }
 	}
-	r := &Releaser{walker: w, o: o, programmed: frontends{}, kept: frontends{}, gone: map[goneKey]*goneEndpoint{}}
+	r := &Releaser{walker: w, o: o, programmed: frontends{}, kept: frontends{}, gone: map[goneKey]*goneEndpoint{},
+		moving: map[dataplane.Key]*rebalancing{}}
 	w.add(&user{next: r.next, start: func() look { return r.takeDue() }, mostRest: longestRest})
+	w.add(&user{next: r.nextMoves, start: r.takeMoves, mostRest: math.MaxInt64})
 	return r
 }
 
@@ -211,6 +219,7 @@ func (r *Releaser) committed(c reconcile.Commit) {
 		for _, sp := range after.Ports {
 			if sp.Name.Protocol == snapshot.TCP {
 				r.follow(before[i].of(sp), sp, now)
+				r.rebalanceIfAdded(before[i].of(sp), sp, now)
 			}
 		}
 	}
@@ -348,8 +357,8 @@ func (r *Releaser) takeDue() *releaseLook {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	now := time.Now()
-	l := &releaseLook{Releaser: r, now: now, idle: idleLimit(unacknowledged), idleAcknowledged: idleLimit(established),
-		due: map[goneKey]*lookedAt{}, counts: map[releasedKey]int{}}
+	l := &releaseLook{releases: releases{Releaser: r}, now: now, idle: idleLimit(unacknowledged),
+		idleAcknowledged: idleLimit(established), due: map[goneKey]*lookedAt{}}
 	var others []goneKey
 	for k, g := range r.gone {
 		if !g.due.After(now) {

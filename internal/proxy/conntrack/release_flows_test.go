@@ -26,13 +26,15 @@ import (
 // held is a cluster with a proxy in its node, a Releaser at work, and clients that hold connections to a Service.
 type held struct {
 	*lab.Cluster
-	t        *testing.T
+	t        testing.TB
 	snap     *snapshot.Snapshot
 	planner  *dataplane.Planner
 	loop     *reconciletest.Loop
 	mu       sync.Mutex
 	released map[ReleaseReason]int
 	clients  []*holder
+	// rebalance is what the Service asks for.
+	rebalance time.Duration
 }
 
 // holder is a client that sends a few bytes each 100 ms unless it only listens, and reads what comes.
@@ -55,9 +57,11 @@ func (c *holder) end(err error) {
 	})
 }
 
-func newHeld(t *testing.T) *held {
+func newHeld(t testing.TB) *held { return newHeldWith(t, 2) }
+
+func newHeldWith(t testing.TB, remote int) *held {
 	h := &held{t: t, snap: snapshot.New(), released: map[ReleaseReason]int{},
-		Cluster: labtest.NewCluster(t, lab.Config{LocalPods: 1, RemotePods: 2})}
+		Cluster: labtest.NewCluster(t, lab.Config{LocalPods: 1, RemotePods: remote})}
 	for _, pod := range h.RemotePods {
 		_, err := pod.Serve(snapshot.TCP, 5353)
 		labtest.Check(t, err)
@@ -123,7 +127,7 @@ func (h *held) apply(d snapshot.Delta) {
 // serve makes pods the endpoints of the Service.
 func (h *held) serve(drain time.Duration, pods ...*lab.Host) {
 	h.t.Helper()
-	svc := &snapshot.Service{Name: name("web"), Drain: drain,
+	svc := &snapshot.Service{Name: name("web"), Drain: drain, Rebalance: h.rebalance,
 		Ports: []snapshot.Port{{Protocol: snapshot.TCP, Port: port}}}
 	d := snapshot.Delta{
 		Services: map[snapshot.Name]*snapshot.Service{svc.Name: svc},

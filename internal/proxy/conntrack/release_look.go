@@ -3,7 +3,6 @@ package conntrack
 import (
 	"context"
 	"net/netip"
-	"slices"
 	"time"
 
 	"github.com/verdict-proxy/verdict/sync/dataplane"
@@ -34,7 +33,7 @@ const (
 
 // releaseLook is one look at the flows to some endpoints.
 type releaseLook struct {
-	*Releaser
+	releases
 	now time.Time
 	// idle is the most that tcpInfo.left of a flow can be if it had no packet for a second; idleAcknowledged is the same
 	// for a flow of which everything is acknowledged.
@@ -44,11 +43,6 @@ type releaseLook struct {
 	all bool
 	// urgent is how many endpoints of due are urgent.
 	urgent int
-	doomed []flow
-	ends   []connEnd
-	counts map[releasedKey]int
-	// reset says why some ends of released connections are not told.
-	reset error
 }
 
 // lookedAt is an endpoint with what a look found of it.
@@ -64,11 +58,6 @@ type lookedAt struct {
 	released []netip.Addr
 	// drain is the port's drain deadline.
 	drain time.Duration
-}
-
-type releasedKey struct {
-	goneKey
-	reason ReleaseReason
 }
 
 // idleLimit returns the most that tcpInfo.left can be after a second without packets.
@@ -87,50 +76,8 @@ func (l *releaseLook) queries(narrow bool) []query {
 	}, l.all, narrow)
 }
 
-// see deletes those of a few flows that must be released, and has their clients reset.
 func (l *releaseLook) see(ctx context.Context, p *pace, flows []flow) error {
-	if err := l.release(ctx, p, flows); err != nil {
-		return err
-	}
-	if err := l.walker.table.reset(l.ends); err != nil {
-		l.reset = err
-	}
-	return nil
-}
-
-// release deletes those of a few flows that must be released. The lock keeps transactions out between the decision and
-// the deletion.
-func (l *releaseLook) release(ctx context.Context, p *pace, flows []flow) error {
-	l.doomed, l.ends = l.doomed[:0], l.ends[:0]
-	if err := p.lock(ctx, &l.mu); err != nil {
-		return err
-	}
-	defer l.mu.Unlock()
-	if !l.inSync {
-		return errNotInSync
-	}
-	doomed := map[releasedKey]int{}
-	for i := range flows {
-		f := &flows[i]
-		if !f.releasable() {
-			continue
-		}
-		if k, reason, ok := l.judge(f); ok {
-			l.doomed = append(l.doomed, *f)
-			l.ends = append(l.ends, f.toReset(reason)...)
-			doomed[releasedKey{k, reason}]++
-		}
-	}
-	if len(l.doomed) == 0 {
-		return nil
-	}
-	if _, err := l.walker.table.remove(l.doomed); err != nil {
-		return err
-	}
-	for k, n := range doomed {
-		l.counts[k] += n
-	}
-	return nil
+	return l.end(ctx, p, flows, l.judge)
 }
 
 // done reports what the look released. It was in vain if it was for urgent endpoints and found no client of theirs.
@@ -148,35 +95,8 @@ func (l *releaseLook) done(ctx context.Context, w Walked, retry time.Duration) (
 		l.probe(ctx)
 		l.requeue(l)
 	}
-	l.o.Report(l.result(w))
+	l.o.Report(l.result(len(l.due), w))
 	return vain
-}
-
-func (l *releaseLook) result(w Walked) ReleaseResult {
-	result := ReleaseResult{Endpoints: len(l.due), Reset: l.reset, Walked: w}
-	for k, n := range l.counts {
-		result.Released = append(result.Released, Released{k.port, k.endpoint, k.reason, n})
-	}
-	slices.SortFunc(result.Released, func(a, b Released) int { return a.Endpoint.Compare(b.Endpoint) })
-	return result
-}
-
-// releasable says whether a flow may be released at all: it is one of TCP that a Service translated, in the default
-// zone.
-func (f *flow) releasable() bool {
-	return f.frontend.Protocol == snapshot.TCP && !f.zoned && f.translated()
-}
-
-// toReset returns the ends of a flow that are to be told that it is released: not a client that is still opening its
-// connection, nor an endpoint that does not answer.
-func (f *flow) toReset(why ReleaseReason) []connEnd {
-	switch {
-	case !f.answered:
-		return nil
-	case why == ReleasedUnanswered:
-		return []connEnd{f.clientEnd()}
-	}
-	return []connEnd{f.clientEnd(), f.endpointEnd()}
 }
 
 // judge says whether a flow must be released, and why.

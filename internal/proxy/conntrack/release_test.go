@@ -90,9 +90,11 @@ func newReleasing(t *testing.T, table *tcpTable, services ...*dataplane.Service)
 	return r
 }
 
-func (r *releasing) start() {
+func (r *releasing) start() { r.startOn(r.table) }
+
+func (r *releasing) startOn(t table) {
 	ctx, cancel := context.WithCancel(context.Background())
-	releaser := newReleaser(r.table, ReleaserOptions{
+	releaser := newReleaser(t, ReleaserOptions{
 		Probe: func(_ context.Context, endpoints []netip.AddrPort) (answers []bool) {
 			time.Sleep(r.probing)
 			r.table.mu.Lock()

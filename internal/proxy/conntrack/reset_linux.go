@@ -26,8 +26,7 @@ func (f *flow) endpointEnd() connEnd { return connEnd{at: f.endpoint, peer: f.ma
 
 // Attributes of linux/netfilter/nfnetlink_conntrack.h that only this file writes.
 const (
-	ctaNATSrc                 = 6
-	ctaProtoInfoTCPFlagsReply = 5
+	ctaNATSrc = 6
 
 	messageCreate = unix.NFNL_SUBSYS_CTNETLINK << 8
 	// tcpBeLiberal is IP_CT_TCP_FLAG_BE_LIBERAL of linux/netfilter/nf_conntrack_tcp.h.

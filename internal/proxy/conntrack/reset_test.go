@@ -89,7 +89,7 @@ func (h *held) deleteFlows(c *Conn, which func(*flow) bool) (ends []connEnd) {
 }
 
 // established counts the connections of a server.
-func established(t *testing.T, h *lab.Host) (n int) {
+func established(t testing.TB, h *lab.Host) (n int) {
 	const of = ":14E9 "
 	for line := range strings.Lines(labtest.Run(t, h, "", "cat", "/proc/net/tcp", "/proc/net/tcp6")) {
 		if f := strings.Fields(line); len(f) > 3 && strings.HasSuffix(f[1]+" ", of) && f[3] == "01" {

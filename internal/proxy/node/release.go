@@ -49,7 +49,11 @@ func (n *Node) logRelease(r conntrack.ReleaseResult) {
 		n.Log.Warn("ends of released connections are reset at their next packet only", "err", r.Reset)
 	}
 	for _, released := range r.Released {
-		n.Log.Info("released connections to an endpoint that is gone", "service", released.Port.String(),
+		what := "released connections to an endpoint that is gone"
+		if released.Reason == conntrack.ReleasedRebalance {
+			what = "released idle connections to an endpoint that has more than its share"
+		}
+		n.Log.Info(what, "service", released.Port.String(),
 			"endpoint", released.Endpoint, "connections", released.Flows, "reason", released.Reason.String())
 	}
 }
