@@ -14,7 +14,7 @@ import (
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
-// even is a Service with endpoints 10.0.0.1 to 10.0.0.n, and as many connections as it is told in a table.
+// even is a Service with endpoints 10.0.0.1 to 10.0.0.n that asks for even shares.
 func even(name, key string, n int) *dataplane.Service {
 	list := ""
 	for i := range n {
@@ -27,13 +27,23 @@ func even(name, key string, n int) *dataplane.Service {
 	return s
 }
 
-// rebalanced is a table whose clients connect anew, at random, as soon as they are reset.
+// evenTable is a table whose clients connect anew, at random, as soon as they are reset.
 type evenTable struct {
 	tcpTable
 	endpoints int
 	dice      *rand.Rand
 	resets    []time.Duration
 	start     time.Time
+	// renews says that each flow has a packet between being listed and being read anew.
+	renews bool
+}
+
+func (t *evenTable) again(of *flow) (flow, bool, error) {
+	f, ok, err := t.tcpTable.again(of)
+	if t.renews {
+		f.tcp.left = 431999
+	}
+	return f, ok, err
 }
 
 func (t *evenTable) remove(flows []flow) (int, error) {
@@ -122,6 +132,7 @@ func TestRebalanceNot(t *testing.T) {
 		}},
 		{"two pools", 3600, func(s *dataplane.Service, _ *evenTable) { s.Ports[0].Local = s.Ports[0].Cluster }},
 		{"a timeout of its own", 432000 - 290, nil},
+		{"a request since it was listed", 3600, func(_ *dataplane.Service, t *evenTable) { t.renews = true }},
 		{"data on its way", 3600, func(_ *dataplane.Service, t *evenTable) {
 			for i := range t.flows {
 				t.flows[i].tcp.unacknowledged, t.flows[i].tcp.unreceived = i%2 == 0, i%2 == 1
