@@ -338,7 +338,11 @@ func TestReleaseQuiet(t *testing.T) {
 			defer r.table.mu.Unlock()
 			r.table.flows[3].tcp.unacknowledged = false
 		}, 2},
-		{"it had a packet", []int{1, 2}, func(r *releasing) { r.table.flows[0].tcp.left = 431999 }, 1},
+		{"it had a packet", []int{1, 2}, func(r *releasing) {
+			r.table.mu.Lock()
+			defer r.table.mu.Unlock()
+			r.table.flows[0].tcp.left = 431999
+		}, 1},
 	} {
 		t.Run(test.what, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
