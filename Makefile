@@ -150,6 +150,7 @@ fuzz: ## run the fuzz tests, FUZZTIME each, to find new cases
 matrix: ## run the tests of the kernel, takeover, IPVS and iptables on Linux 5.10, 6.1, 6.12 and 7.2 under QEMU: half an hour
 	internal/lab/guest/matrix ./nft/kernel
 	internal/lab/guest/matrix ./internal/proxy/takeover -test.run=IPVS
+	internal/lab/guest/matrix ./internal/proxy/conntrack -test.run=TestReset
 	internal/lab/guest/matrix ./internal/system/ipvshandle
 	internal/lab/guest/matrix ./ipvsplugin
 	internal/lab/guest/matrix ./cmd/verdict -test.run='IPVS|ClockJumps|ConntrackFull|MemoryLimit'

@@ -130,7 +130,7 @@ func (b *builder) port(
 		SecondChance: b.host.secondChanceOf(svc, p),
 	}
 	if p.Protocol == snapshot.TCP {
-		sp.Drain = svc.Drain
+		sp.Drain, sp.Rebalance = svc.Drain, svc.Rebalance
 	}
 	b.collectEndpoints(p, f)
 	internal := b.rows(svc, f, false)

@@ -94,8 +94,25 @@ type ServicePort struct {
 	// Drain is how long a TCP connection may last after its endpoint stopped serving; 0 means as long as it likes. Whole
 	// seconds, always 0 for other protocols.
 	Drain time.Duration
+	// Rebalance is for how long a TCP connection must have been idle to be ended so that an endpoint that is added gets
+	// its share; 0 means that none is. Whole seconds, always 0 for other protocols.
+	Rebalance time.Duration
 	// Frontends are sorted by Key and non-empty.
 	Frontends []Frontend
+}
+
+// RebalancePool returns the pool whose endpoints are to have even shares of the open connections. It is nil if the
+// Service does not ask for that, if a client would come back to the same endpoint, or if the traffic policies lead to
+// two pools.
+func (sp *ServicePort) RebalancePool() *Pool {
+	if sp.Rebalance == 0 || sp.Affinity > 0 || sp.Scheduling != nil || sp.Hash != NoHash ||
+		len(sp.Cluster.Endpoints) > 0 && len(sp.Local.Endpoints) > 0 {
+		return nil
+	}
+	if len(sp.Cluster.Endpoints) > 0 {
+		return sp.Cluster
+	}
+	return sp.Local
 }
 
 // Scheduling says how IPVS chooses an endpoint. It is comparable, and many ServicePorts share one.

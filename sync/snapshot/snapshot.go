@@ -101,6 +101,9 @@ type Service struct {
 	// Drain is how long TCP connections may last after their endpoint stopped serving, whole seconds; 0 means as long as
 	// they like.
 	Drain time.Duration
+	// Rebalance is for how long a connection must have been idle to be moved to an endpoint that is added, whole seconds;
+	// 0 means that none is.
+	Rebalance time.Duration
 	// ExternalFailover is what the Service's annotation asks for. Without ExternalLocal it means nothing.
 	ExternalFailover ExternalFailover
 	// SlowStart is over what time an endpoint that becomes ready comes to its share of new connections; 0 means at once.

@@ -24,6 +24,7 @@ const (
 	nameSlowStart        = "slow-start"
 	nameSecondChance     = "second-chance"
 	nameDrain            = "drain"
+	nameRebalance        = "rebalance"
 	nameExternalFailover = "external-failover"
 	nameCounters         = "counters"
 	nameRecords          = "records"
@@ -38,8 +39,8 @@ const annotationCiliumWeight = "service.cilium.io/weight"
 
 // annotationNames are the names that an object of a kind may have after the domain.
 var annotationNames = map[string][]string{
-	"Service": {nameBackends, nameCounters, nameDrain, nameExternalFailover, nameRecords, nameScheduler, nameSecondChance,
-		nameSlowStart, nameWeights, nameZoneDemand, nameZones},
+	"Service": {nameBackends, nameCounters, nameDrain, nameExternalFailover, nameRebalance, nameRecords, nameScheduler,
+		nameSecondChance, nameSlowStart, nameWeights, nameZoneDemand, nameZones},
 	"EndpointSlice": {nameWeight},
 }
 
@@ -66,6 +67,7 @@ func readServiceAnnotations(f *problemList, o *corev1.Service, s, last *snapshot
 	s.ExternalFailover = word(&a, nameExternalFailover, was.ExternalFailover, snapshot.ParseExternalFailover,
 		`none of "cluster", "reject", "pass" and "drop"`)
 	s.Drain = a.duration(nameDrain, 24, was.Drain)
+	s.Rebalance = a.duration(nameRebalance, 1, was.Rebalance)
 	s.SlowStart = a.slowStart(s, was.SlowStart)
 	a.unknown("Service")
 }

@@ -26,6 +26,11 @@ func settingsOf(x *dataplane.Explanation) (list []Setting) {
 	}
 	add(svc.SecondChance != snapshot.SecondChanceDefault, "second-chance", svc.SecondChance.String(), chance)
 	add(svc.Drain > 0, "drain", units.Span(svc.Drain), overTCP)
+	still := overTCP
+	if still == "" && x.Port.RebalancePool() == nil {
+		still = "clients keep their endpoints, or traffic policies differ"
+	}
+	add(svc.Rebalance > 0, "rebalance", units.Span(svc.Rebalance), still)
 	failover := ""
 	switch {
 	case !svc.ExternalLocal:

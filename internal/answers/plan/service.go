@@ -113,6 +113,7 @@ func (m *maker) settings(s *Service, n snapshot.Name, before, after *dataplane.S
 		say(port, "connections refused for backends without endpoints", refusedText(b), refusedText(a))
 		say(port, "second chance", b.SecondChance.String(), a.SecondChance.String())
 		say(port, "drain deadline", spanText(b.Drain), spanText(a.Drain))
+		say(port, "rebalance", spanText(b.Rebalance), spanText(a.Rebalance))
 		said[a.Name.Port+a.Name.Protocol.String()] = len(s.Settings) > count
 	}
 }

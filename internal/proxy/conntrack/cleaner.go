@@ -23,6 +23,10 @@ type table interface {
 	narrow() bool
 	list(q query, do func([]flow) error) error
 	remove([]flow) (removed int, err error)
+	// again reads a flow anew; ok is false if it is gone. It is valid until the next call.
+	again(*flow) (f flow, ok bool, err error)
+	// reset has ends of connections reset whose flows are removed.
+	reset([]connEnd) error
 }
 
 // SweepResult is what a Cleaner reports after each sweep.

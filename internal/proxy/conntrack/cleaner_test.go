@@ -26,6 +26,8 @@ type fakeTable struct {
 	// takes is how long a list takes; listed when each one began.
 	takes  time.Duration
 	listed []time.Time
+	// ends are those that were reset.
+	ends []connEnd
 	// fails lets that many lists fail. during is called once, before a list is taken.
 	fails  int
 	during func()
@@ -64,6 +66,22 @@ func (t *fakeTable) remove(flows []flow) (int, error) {
 		return slices.ContainsFunc(flows, func(o flow) bool { return o.frontend == f.frontend && o.endpoint == f.endpoint })
 	})
 	return n - len(t.flows), nil
+}
+
+func (t *fakeTable) reset(ends []connEnd) error {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	t.ends = append(t.ends, ends...)
+	return nil
+}
+
+func (t *fakeTable) again(of *flow) (f flow, ok bool, err error) {
+	for _, f := range t.left() {
+		if f.client == of.client && f.frontend == of.frontend {
+			return f, true, nil
+		}
+	}
+	return f, false, nil
 }
 
 func (t *fakeTable) left() []flow {

@@ -152,6 +152,20 @@ func (c *Conn) appendFlow(q query, body []byte) {
 	c.flows = append(c.flows, f)
 }
 
+func (c *Conn) again(of *flow) (f flow, ok bool, err error) {
+	c.out.Reset()
+	writeGet(&c.out, of)
+	err = c.deletes.Query(c.out.Bytes(), func(body []byte) {
+		if len(body) >= netlink.NetfilterLen {
+			f, ok = parseFlow(body[netlink.NetfilterLen:])
+		}
+	})
+	if errors.Is(err, unix.ENOENT) {
+		return f, false, nil
+	}
+	return f, ok && f.identity() == of.identity(), err
+}
+
 // maxDeletes bounds one sendmsg. The kernel may reject each deletion, and all its answers must fit into a socket's
 // receive buffer of default size, where each takes 768 bytes.
 const maxDeletes = 128

@@ -1,10 +1,13 @@
 package conntrack
 
 import (
+	"net/netip"
+
 	"golang.org/x/sys/unix"
 
 	"github.com/verdict-proxy/verdict/internal/system/ipfamily"
 	"github.com/verdict-proxy/verdict/internal/system/netlink"
+	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
 // Message types of linux/netfilter/nfnetlink_conntrack.h.
@@ -100,4 +103,46 @@ func writeDelete(w *netlink.Buffer, f *flow) {
 	}
 	w.Attr(ctaID, f.id...)
 	w.End(m)
+}
+
+// writeGet writes the request for one flow.
+func writeGet(w *netlink.Buffer, f *flow) {
+	m := w.Netfilter(messageGet, 0, ipfamily.Of(f.frontend.Addr).NFProto())
+	w.Attr(ctaTupleReply|unix.NLA_F_NESTED, f.reply...)
+	w.End(m)
+}
+
+// writeTuple writes one direction of a flow.
+func writeTuple(w *netlink.Buffer, typ uint16, protocol snapshot.Protocol, src, dst netip.AddrPort) {
+	from, to := uint16(ctaIPv6Src), uint16(ctaIPv6Dst)
+	if src.Addr().Is4() {
+		from, to = ctaIPv4Src, ctaIPv4Dst
+	}
+	t, ip := w.Nest(typ), w.Nest(ctaTupleIP)
+	w.Attr(from, src.Addr().AsSlice()...)
+	w.Attr(to, dst.Addr().AsSlice()...)
+	w.Close(ip)
+	proto := w.Nest(ctaTupleProto)
+	w.Attr(ctaProtoNum, byte(protocol))
+	w.Big16(ctaProtoSrcPort, src.Port())
+	w.Big16(ctaProtoDstPort, dst.Port())
+	w.Close(proto)
+	w.Close(t)
+}
+
+// writeNAT writes what a flow's source or destination is translated to: CTA_NAT_SRC or CTA_NAT_DST of
+// linux/netfilter/nfnetlink_conntrack.h.
+func writeNAT(w *netlink.Buffer, typ uint16, to netip.AddrPort) {
+	const v4MinIP, natProto, v6MinIP, portMin, portMax = 1, 3, 4, 1, 2
+	addr := uint16(v6MinIP)
+	if to.Addr().Is4() {
+		addr = v4MinIP
+	}
+	nat := w.Nest(typ)
+	w.Attr(addr, to.Addr().AsSlice()...)
+	proto := w.Nest(natProto)
+	w.Big16(portMin, to.Port())
+	w.Big16(portMax, to.Port())
+	w.Close(proto)
+	w.Close(nat)
 }

@@ -19,6 +19,9 @@ type flow struct {
 	client, masquerade netip.AddrPort
 	// answered says that the endpoint has sent a packet.
 	answered bool
+	// replies is how many packets the endpoint has sent, if counted says that the kernel counts them.
+	replies uint64
+	counted bool
 	// tcp is only known for TCP.
 	tcp tcpInfo
 	// zoned says that at least one direction is not in the default zone.
@@ -36,6 +39,8 @@ type tcpInfo struct {
 	established bool
 	// unacknowledged says that the client has sent data that the endpoint has not acknowledged.
 	unacknowledged bool
+	// unreceived says the same of the endpoint's data and the client.
+	unreceived bool
 	// left is in how many seconds the kernel forgets the flow, rounded down. Each packet of either side renews it.
 	left uint32
 }
@@ -79,6 +84,7 @@ const (
 	ctaProtoInfoTCP              = 1
 	ctaProtoInfoTCPState         = 1
 	ctaProtoInfoTCPFlagsOriginal = 4
+	ctaProtoInfoTCPFlagsReply    = 5
 
 	// tcpEstablished is TCP_CONNTRACK_ESTABLISHED of linux/netfilter/nf_conntrack_tcp.h, and tcpDataUnacknowledged is
 	// IP_CT_TCP_FLAG_DATA_UNACKNOWLEDGED.
@@ -114,6 +120,8 @@ func parseFlow(attrs []byte) (flow, bool) {
 			f.tcp.parse(v)
 		case ctaTimeout:
 			f.tcp.left = v.Big32()
+		case ctaCountersReply:
+			f.replies, f.counted = netlink.Find(v, ctaCountersPackets).Big64(), true
 		case ctaZone:
 			f.zone = v
 		case ctaID:
@@ -138,6 +146,8 @@ func (i *tcpInfo) parse(b []byte) {
 			i.established = v.Uint8() == tcpEstablished
 		case ctaProtoInfoTCPFlagsOriginal: // flags, then a mask
 			i.unacknowledged = len(v) == 2 && v[0]&tcpDataUnacknowledged != 0
+		case ctaProtoInfoTCPFlagsReply:
+			i.unreceived = len(v) == 2 && v[0]&tcpDataUnacknowledged != 0
 		}
 	}
 }

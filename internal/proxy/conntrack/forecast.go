@@ -131,8 +131,7 @@ func (f *Forecast) judgeAll(flows []flow, do func(OpenFlow)) error {
 		if before == nil && after == nil {
 			continue
 		}
-		id := flowID{client: fl.client}
-		copy(id.id[:], fl.id)
+		id := fl.identity()
 		if _, again := f.seen[id]; again {
 			continue
 		}

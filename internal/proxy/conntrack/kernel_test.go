@@ -87,30 +87,15 @@ func writeInsert(w *netlink.Buffer, e entry) {
 		unix.NLM_F_CREATE|unix.NLM_F_EXCL,
 		ipfamily.Of(e.frontend.Addr).NFProto(),
 	)
-	tuple := func(typ uint16, src, dst netip.AddrPort) {
-		from, to := uint16(ctaIPv6Src), uint16(ctaIPv6Dst)
-		if src.Addr().Is4() {
-			from, to = ctaIPv4Src, ctaIPv4Dst
-		}
-		t := w.Nest(typ)
-		ip := w.Nest(ctaTupleIP)
-		w.Attr(from, src.Addr().AsSlice()...)
-		w.Attr(to, dst.Addr().AsSlice()...)
-		w.Close(ip)
-		proto := w.Nest(ctaTupleProto)
-		w.Attr(ctaProtoNum, byte(e.frontend.Protocol))
-		w.Big16(ctaProtoSrcPort, src.Port())
-		w.Big16(ctaProtoDstPort, dst.Port())
-		w.Close(proto)
-		w.Close(t)
-	}
+	tuple := func(typ uint16, src, dst netip.AddrPort) { writeTuple(w, typ, e.frontend.Protocol, src, dst) }
 	tuple(ctaTupleOrig, e.client, frontend)
 	if !e.masquerade.IsValid() {
 		e.masquerade = e.client
 	}
 	if e.nat {
 		tuple(ctaTupleReply, frontend, e.client)
-		writeNAT(w, e.endpoint)
+		const ctaNATDst = 13
+		writeNAT(w, ctaNATDst, e.endpoint)
 	} else {
 		tuple(ctaTupleReply, e.endpoint, e.masquerade)
 	}
@@ -129,22 +114,6 @@ func writeInsert(w *netlink.Buffer, e entry) {
 		w.Close(info)
 	}
 	w.End(m)
-}
-
-// writeNAT writes CTA_NAT_DST of linux/netfilter/nfnetlink_conntrack.h.
-func writeNAT(w *netlink.Buffer, to netip.AddrPort) {
-	const natDst, v4MinIP, natProto, v6MinIP, portMin, portMax = 13, 1, 3, 4, 1, 2
-	addr := uint16(v6MinIP)
-	if to.Addr().Is4() {
-		addr = v4MinIP
-	}
-	nat := w.Nest(natDst)
-	w.Attr(addr, to.Addr().AsSlice()...)
-	proto := w.Nest(natProto)
-	w.Big16(portMin, to.Port())
-	w.Big16(portMax, to.Port())
-	w.Close(proto)
-	w.Close(nat)
 }
 
 // listAll gives all flows by what tells them apart, with their ids.

@@ -3,6 +3,7 @@ package conntrack
 import (
 	"context"
 	"maps"
+	"math"
 	"net/netip"
 	"time"
 
@@ -25,9 +26,12 @@ const (
 	ReleasedUnanswered ReleaseReason = iota
 	// ReleasedDrain means that the drain deadline of the Service is over.
 	ReleasedDrain
+	// ReleasedRebalance means that the endpoint serves, and had more than its share of the connections, of which this one
+	// was idle.
+	ReleasedRebalance
 )
 
-var releaseReasonNames = [...]string{"unanswered", "drain"}
+var releaseReasonNames = [...]string{"unanswered", "drain", "rebalance"}
 
 func (r ReleaseReason) String() string { return releaseReasonNames[r] }
 
@@ -45,6 +49,8 @@ type ReleaseResult struct {
 	Endpoints int
 	// Released has at most one entry for each endpoint and reason.
 	Released []Released
+	// Reset says why ends of released connections are reset at their next packet only; nil if they are reset at once.
+	Reset error
 	Walked
 }
 
@@ -52,15 +58,15 @@ type ReleaseResult struct {
 type ReleaserOptions struct {
 	// Probe, if nil, means that no endpoint counts as dead: only drain deadlines release connections.
 	Probe Prober
-	// ShortestTimeout returns the least of the kernel's timeouts for connections with unacknowledged data; nil means the
-	// kernel's default.
-	ShortestTimeout func() time.Duration
+	// Timeouts returns the kernel's timeout for established connections, and the least of those for connections with
+	// unacknowledged data; nil means the kernel's defaults.
+	Timeouts func() (established, unacknowledged time.Duration)
 	// Report, if not nil, is called after each look.
 	Report func(ReleaseResult)
 }
 
-// Releaser deletes TCP flows to endpoints that are gone, so that the client's next packet is translated anew, and
-// reset. Make one with NewReleaser, add its Listener to the loop, and run the Walker.
+// Releaser deletes TCP flows to endpoints that are gone, and has their clients reset: at once, or else by the client's
+// next packet, which is translated anew. Make one with NewReleaser, add its Listener to the loop, and run the Walker.
 //
 // An endpoint has departed from a port when the port has no longer got it among its serving endpoints. That alone
 // releases nothing: the endpoint may still answer its connections, for hours.
@@ -82,6 +88,8 @@ type Releaser struct {
 	// discover is when all flows to all frontends are to be listed, to find endpoints that departed unseen; zero if they
 	// need not be.
 	discover time.Time
+	// moving holds the ports that are rebalanced, by their first frontend.
+	moving map[dataplane.Key]*rebalancing
 }
 
 // goneKey is an endpoint of a port.
@@ -102,22 +110,36 @@ type goneEndpoint struct {
 	// looked is when the last look at it began.
 	looked time.Time
 	// urgent says that clients may be opening connections to the endpoint, since it departed just now, or the last look
-	// found some; or that a probe has just shown that nobody answers.
+	// found some; or that a probe has just shown that nobody answers; or that a flow is about to be released.
 	urgent bool
 	// looks is how many looks there were, without those that confirm another. empty is how many of the last ones found no
 	// flow.
 	looks, empty int
 	confirming   bool
-	// quick counts the looks that came after openingFor, since clients are opening connections.
+	// quick counts the looks that came after openingFor, for clients that wait.
 	quick int
-	// suspects are the flows without an answer that the last look found, and when each was found first.
-	suspects map[flowID]time.Time
+	// suspects are the flows without an answer that the last look found.
+	suspects map[flowID]suspect
+	// cutOff are clients whose flows were released without an answer, while no other flow got one.
+	cutOff map[netip.Addr]struct{}
+}
+
+// suspect is a flow without an answer: when it was found first, and how many packets its endpoint had sent by then.
+type suspect struct {
+	first   time.Time
+	replies uint64
 }
 
 // flowID identifies a flow well enough to recognize it in the next look.
 type flowID struct {
 	client netip.AddrPort
 	id     [4]byte
+}
+
+func (f *flow) identity() flowID {
+	id := flowID{client: f.client}
+	copy(id.id[:], f.id)
+	return id
 }
 
 // Flows are looked at when an endpoint departs, then after pauses of a second, then after longer ones up to
@@ -130,7 +152,7 @@ const (
 	// before: even an empty table takes long to list.
 	forCompany = 500 * time.Millisecond
 	// mostQuick bounds the looks that come after openingFor.
-	mostQuick = 4
+	mostQuick = 10
 	// mostInFront bounds the looks in a row that are only for urgent endpoints: the kernel walks its table for each
 	// endpoint, and some may have many.
 	mostInFront = 2
@@ -150,11 +172,13 @@ func NewReleaser(w *Walker, o ReleaserOptions) *Releaser {
 	if o.Report == nil {
 		o.Report = func(ReleaseResult) {}
 	}
-	if o.ShortestTimeout == nil {
-		o.ShortestTimeout = func() time.Duration { return defaultTimeout }
+	if o.Timeouts == nil {
+		o.Timeouts = func() (established, unacknowledged time.Duration) { return defaultEstablished, defaultTimeout }
 	}
-	r := &Releaser{walker: w, o: o, programmed: frontends{}, kept: frontends{}, gone: map[goneKey]*goneEndpoint{}}
+	r := &Releaser{walker: w, o: o, programmed: frontends{}, kept: frontends{}, gone: map[goneKey]*goneEndpoint{},
+		moving: map[dataplane.Key]*rebalancing{}}
 	w.add(&user{next: r.next, start: func() look { return r.takeDue() }, mostRest: longestRest})
+	w.add(&user{next: r.nextMoves, start: r.takeMoves, mostRest: math.MaxInt64})
 	return r
 }
 
@@ -195,6 +219,7 @@ func (r *Releaser) committed(c reconcile.Commit) {
 		for _, sp := range after.Ports {
 			if sp.Name.Protocol == snapshot.TCP {
 				r.follow(before[i].of(sp), sp, now)
+				r.rebalanceIfAdded(before[i].of(sp), sp, now)
 			}
 		}
 	}
@@ -284,7 +309,7 @@ func eachMissing(was, now []dataplane.Endpoint, do func(netip.AddrPort)) {
 // restart looks anew at an endpoint that departed just now. It may have been ejected before.
 func (r *Releaser) restart(k goneKey, t time.Time) {
 	if g := r.gone[k]; g != nil {
-		g.since, g.due, g.looks, g.empty, g.quick, g.urgent = t, t, 0, 0, 0, true
+		g.since, g.due, g.looks, g.empty, g.quick, g.urgent, g.cutOff = t, t, 0, 0, 0, true, nil
 	}
 }
 
@@ -328,12 +353,12 @@ func (r *Releaser) next(rested, early time.Time) (due time.Time, any bool) {
 // takeDue starts a look for the endpoints that are due, or for the urgent ones among them, if these are so few that the
 // others would take more time.
 func (r *Releaser) takeDue() *releaseLook {
-	timeout := r.o.ShortestTimeout()
+	established, unacknowledged := r.o.Timeouts()
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	now := time.Now()
-	l := &releaseLook{Releaser: r, now: now, idle: idleLimit(timeout), due: map[goneKey]*lookedAt{},
-		counts: map[releasedKey]int{}}
+	l := &releaseLook{releases: releases{Releaser: r}, now: now, idle: idleLimit(unacknowledged),
+		idleAcknowledged: idleLimit(established), due: map[goneKey]*lookedAt{}}
 	var others []goneKey
 	for k, g := range r.gone {
 		if !g.due.After(now) {
@@ -390,13 +415,29 @@ func (r *Releaser) requeue(l *releaseLook) {
 			continue
 		}
 		g.due = l.now.Add(g.nextPause(len(g.found) > 0))
-		if g.urgent = g.opening && g.quick < mostQuick; g.urgent {
+		g.hearsay()
+		if g.urgent = (g.opening || g.almost) && g.quick < mostQuick; g.urgent {
 			g.quick++
 			g.due = l.now.Add(openingFor)
 		}
 		if deadline := g.since.Add(g.drain); g.drain > 0 && deadline.After(l.now) && deadline.Before(g.due) {
 			g.due = deadline
 		}
+	}
+}
+
+// hearsay keeps what a look has found for flows whose clients do not send.
+func (g *lookedAt) hearsay() {
+	if g.recovered {
+		g.cutOff = nil
+		return
+	}
+	if len(g.released) > 0 && g.cutOff == nil {
+		g.cutOff = map[netip.Addr]struct{}{}
+	}
+	for _, client := range g.released {
+		g.cutOff[client] = struct{}{}
+		g.almost = true
 	}
 }
 

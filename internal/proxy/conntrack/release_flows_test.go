@@ -26,18 +26,21 @@ import (
 // held is a cluster with a proxy in its node, a Releaser at work, and clients that hold connections to a Service.
 type held struct {
 	*lab.Cluster
-	t        *testing.T
+	t        testing.TB
 	snap     *snapshot.Snapshot
 	planner  *dataplane.Planner
 	loop     *reconciletest.Loop
 	mu       sync.Mutex
 	released map[ReleaseReason]int
 	clients  []*holder
+	// rebalance is what the Service asks for.
+	rebalance time.Duration
 }
 
-// holder is a client that sends a few bytes each 100 ms, and reads what comes.
+// holder is a client that sends a few bytes each 100 ms unless it only listens, and reads what comes.
 type holder struct {
 	conn   net.Conn
+	quiet  bool
 	server string
 	ended  chan struct{}
 	once   sync.Once
@@ -54,9 +57,11 @@ func (c *holder) end(err error) {
 	})
 }
 
-func newHeld(t *testing.T) *held {
+func newHeld(t testing.TB) *held { return newHeldWith(t, 2) }
+
+func newHeldWith(t testing.TB, remote int) *held {
 	h := &held{t: t, snap: snapshot.New(), released: map[ReleaseReason]int{},
-		Cluster: labtest.NewCluster(t, lab.Config{LocalPods: 1, RemotePods: 2})}
+		Cluster: labtest.NewCluster(t, lab.Config{LocalPods: 1, RemotePods: remote})}
 	for _, pod := range h.RemotePods {
 		_, err := pod.Serve(snapshot.TCP, 5353)
 		labtest.Check(t, err)
@@ -73,7 +78,7 @@ func newHeld(t *testing.T) *held {
 	h.loop = &reconciletest.Loop{Writer: nft, Listeners: []reconcile.Listener{r.Listener()}}
 	ctx, cancel := context.WithCancel(context.Background())
 	var done sync.WaitGroup
-	done.Go(func() { r.walker.Run(ctx) })
+	done.Go(func() { h.Node.Do(func() error { return r.walker.Run(ctx) }) })
 	t.Cleanup(func() { cancel(); done.Wait() })
 	addrs := []netip.Addr{h.Node.IP4, h.Node.IP6}
 	h.apply(snapshot.Delta{HostAddrs: &addrs, Node: &snapshot.Node{Name: "node", Addresses: addrs}})
@@ -81,8 +86,8 @@ func newHeld(t *testing.T) *held {
 }
 
 func (h *held) report(l ReleaseResult) {
-	if l.Err != nil {
-		h.t.Error(l.Err)
+	if err := errors.Join(l.Err, l.Reset); err != nil {
+		h.t.Error(err)
 	}
 	h.mu.Lock()
 	defer h.mu.Unlock()
@@ -122,7 +127,7 @@ func (h *held) apply(d snapshot.Delta) {
 // serve makes pods the endpoints of the Service.
 func (h *held) serve(drain time.Duration, pods ...*lab.Host) {
 	h.t.Helper()
-	svc := &snapshot.Service{Name: name("web"), Drain: drain,
+	svc := &snapshot.Service{Name: name("web"), Drain: drain, Rebalance: h.rebalance,
 		Ports: []snapshot.Port{{Protocol: snapshot.TCP, Port: port}}}
 	d := snapshot.Delta{
 		Services: map[snapshot.Name]*snapshot.Service{svc.Name: svc},
@@ -150,23 +155,23 @@ func (h *held) eject(pod *lab.Host) {
 	h.apply(snapshot.Delta{Health: map[snapshot.Name]*snapshot.Health{name("web"): health}})
 }
 
-// hold opens connections, in both families.
-func (h *held) hold(n int) {
+// hold opens connections from a host, in both families. Those that are quiet only listen.
+func (h *held) hold(from *lab.Host, n int, quiet bool) {
 	h.t.Helper()
 	for i := range n {
 		to := netip.AddrPortFrom(lab.Nth(lab.ServiceRange[i%len(lab.Families())], 1), port)
-		c, err := h.Pods[0].DialContext(h.t.Context(), "tcp", to.String())
+		c, err := from.DialContext(h.t.Context(), "tcp", to.String())
 		labtest.Check(h.t, err)
 		h.t.Cleanup(func() { c.Close() })
 		lines := bufio.NewReader(c)
 		line, err := lines.ReadString('\n')
 		labtest.Check(h.t, err)
-		cl := &holder{conn: c, server: parseServer(line), ended: make(chan struct{})}
+		cl := &holder{conn: c, quiet: quiet, server: parseServer(line), ended: make(chan struct{})}
 		h.clients = append(h.clients, cl)
 		go cl.read(lines)
-	}
-	for i, cl := range h.clients {
-		time.AfterFunc(time.Duration(i)*100*time.Millisecond/time.Duration(n), func() { go cl.send() })
+		if !quiet {
+			time.AfterFunc(time.Duration(i)*100*time.Millisecond/time.Duration(n), func() { go cl.send() })
+		}
 	}
 }
 
@@ -200,6 +205,16 @@ func (c *holder) send() {
 			}
 		}
 	}
+}
+
+// alike returns those of some clients that are quiet, or those that are not.
+func alike(clients []*holder, quiet bool) (list []*holder) {
+	for _, c := range clients {
+		if c.quiet == quiet {
+			list = append(list, c)
+		}
+	}
+	return list
 }
 
 // of returns the clients of a server.
@@ -267,55 +282,71 @@ func parseServer(line string) string {
 	return line
 }
 
-// TestHeldConnections holds connections of two servers, one of which leaves in different ways.
+// cutOff cuts the first server off, and a second later it leaves its Service.
+func cutOff(h *held, gone, left *lab.Host) time.Time {
+	h.cut(gone)
+	time.Sleep(time.Second)
+	h.noneReset(h.clients)
+	h.serve(0, left)
+	return time.Now()
+}
+
+// TestHeldConnections holds connections of two servers, one of which leaves in different ways. Some clients only
+// listen.
 func TestHeldConnections(t *testing.T) {
-	const clients = 1000
+	const clients, quiet = 900, 100
 	tests := []struct {
 		what string
 		// leave returns the moment that counts, after which the clients of the first server are reset within some time; 0:
 		// never.
 		leave  func(*held, *lab.Host, *lab.Host) time.Time
 		within time.Duration
+		// quiet says that those are reset, too, that only listen.
+		quiet bool
 	}{
-		{"cut off", func(h *held, gone, left *lab.Host) time.Time {
-			h.cut(gone)
-			time.Sleep(3 * time.Second)
-			h.noneReset(h.clients)
-			h.serve(0, left)
-			return time.Now()
-		}, 15 * time.Second},
+		{"cut off", cutOff, 15 * time.Second, true},
+		{"cut off, counted", cutOff, 15 * time.Second, true},
 		{"ejected", func(h *held, gone, left *lab.Host) time.Time {
 			h.cut(gone)
 			start := time.Now()
 			time.Sleep(2 * time.Second)
 			h.eject(gone)
 			return start
-		}, 15 * time.Second},
+		}, 15 * time.Second, false},
 		{"drained", func(h *held, gone, left *lab.Host) time.Time {
 			h.serve(3*time.Second, left)
 			start := time.Now()
 			time.Sleep(2800 * time.Millisecond)
 			h.noneReset(h.clients)
 			return start
-		}, 15 * time.Second},
+		}, 15 * time.Second, true},
 		{"graceful", func(h *held, gone, left *lab.Host) time.Time {
 			h.serve(0, left)
 			return time.Now()
-		}, 0},
+		}, 0, false},
 	}
 	for _, test := range tests {
 		t.Run(test.what, func(t *testing.T) {
 			h := newHeld(t)
+			if test.what == "cut off, counted" {
+				labtest.Check(t, h.Node.Sysctl("net/netfilter/nf_conntrack_acct", "1"))
+			}
 			gone, left := h.RemotePods[0], h.RemotePods[1]
 			h.serve(0, gone, left)
-			h.hold(clients)
+			h.hold(h.Pods[0], clients, false)
+			h.hold(h.Pods[0], quiet, true)
 			time.Sleep(time.Second)
 			since := test.leave(h, gone, left)
 			if test.within > 0 {
-				h.allReset(h.of(gone), since, test.within)
+				h.allReset(alike(h.of(gone), false), since, test.within)
 			} else {
 				time.Sleep(12 * time.Second)
 				h.noneReset(h.of(gone))
+			}
+			if test.quiet {
+				h.allReset(alike(h.of(gone), true), since, test.within)
+			} else {
+				h.noneReset(alike(h.of(gone), true))
 			}
 			h.noneReset(h.of(left))
 		})
@@ -326,7 +357,7 @@ func TestHeldConnections(t *testing.T) {
 func TestHeldWithoutEndpoints(t *testing.T) {
 	h := newHeld(t)
 	h.serve(0, h.RemotePods[0])
-	h.hold(20)
+	h.hold(h.Pods[0], 20, false)
 	h.cut(h.RemotePods[0])
 	time.Sleep(3 * time.Second)
 	h.serve(0)

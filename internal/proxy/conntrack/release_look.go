@@ -3,7 +3,6 @@ package conntrack
 import (
 	"context"
 	"net/netip"
-	"slices"
 	"time"
 
 	"github.com/verdict-proxy/verdict/sync/dataplane"
@@ -26,40 +25,39 @@ const (
 	mostHolds  = 15 * time.Second
 	// maxSuspects bounds the flows of an endpoint that are remembered between looks. The others wait.
 	maxSuspects = 1 << 14
-	// defaultTimeout is the kernel's default for nf_conntrack_tcp_timeout_unacknowledged.
-	defaultTimeout = 300 * time.Second
+	// defaultTimeout is the kernel's default for nf_conntrack_tcp_timeout_unacknowledged, and defaultEstablished for
+	// nf_conntrack_tcp_timeout_established.
+	defaultTimeout     = 300 * time.Second
+	defaultEstablished = 5 * 24 * time.Hour
 )
 
 // releaseLook is one look at the flows to some endpoints.
 type releaseLook struct {
-	*Releaser
+	releases
 	now time.Time
-	// idle is the most that tcpInfo.left of a flow can be if it had no packet for a second.
-	idle uint32
-	due  map[goneKey]*lookedAt
+	// idle is the most that tcpInfo.left of a flow can be if it had no packet for a second; idleAcknowledged is the same
+	// for a flow of which everything is acknowledged.
+	idle, idleAcknowledged uint32
+	due                    map[goneKey]*lookedAt
 	// all says that flows to all other endpoints that do not serve are to be found, too.
 	all bool
 	// urgent is how many endpoints of due are urgent.
 	urgent int
-	doomed []flow
-	counts map[releasedKey]int
 }
 
 // lookedAt is an endpoint with what a look found of it.
 type lookedAt struct {
 	*goneEndpoint
 	flows int
-	found map[flowID]time.Time
+	found map[flowID]suspect
 	// opening says that a flow was found that the endpoint has never answered, and that openingFor applies to. doubtful
-	// says that one was found that only a probe can judge.
-	opening, doubtful bool
+	// says that one was found that only a probe can judge. almost says that one will be released soon, if there is no
+	// packet. recovered says that one was answered that had no answer at the last look.
+	opening, doubtful, almost, recovered bool
+	// released are the clients' addresses of the flows that are released without an answer.
+	released []netip.Addr
 	// drain is the port's drain deadline.
 	drain time.Duration
-}
-
-type releasedKey struct {
-	goneKey
-	reason ReleaseReason
 }
 
 // idleLimit returns the most that tcpInfo.left can be after a second without packets.
@@ -78,38 +76,8 @@ func (l *releaseLook) queries(narrow bool) []query {
 	}, l.all, narrow)
 }
 
-// see deletes those of a few flows that must be released. The lock keeps transactions out between the decision and the
-// deletion.
 func (l *releaseLook) see(ctx context.Context, p *pace, flows []flow) error {
-	if err := p.lock(ctx, &l.mu); err != nil {
-		return err
-	}
-	defer l.mu.Unlock()
-	if !l.inSync {
-		return errNotInSync
-	}
-	l.doomed = l.doomed[:0]
-	doomed := map[releasedKey]int{}
-	for i := range flows {
-		f := &flows[i]
-		if !f.releasable() {
-			continue
-		}
-		if k, reason, ok := l.judge(f); ok {
-			l.doomed = append(l.doomed, *f)
-			doomed[releasedKey{k, reason}]++
-		}
-	}
-	if len(l.doomed) == 0 {
-		return nil
-	}
-	if _, err := l.walker.table.remove(l.doomed); err != nil {
-		return err
-	}
-	for k, n := range doomed {
-		l.counts[k] += n
-	}
-	return nil
+	return l.end(ctx, p, flows, l.judge)
 }
 
 // done reports what the look released. It was in vain if it was for urgent endpoints and found no client of theirs.
@@ -127,23 +95,8 @@ func (l *releaseLook) done(ctx context.Context, w Walked, retry time.Duration) (
 		l.probe(ctx)
 		l.requeue(l)
 	}
-	l.o.Report(l.result(w))
+	l.o.Report(l.result(len(l.due), w))
 	return vain
-}
-
-func (l *releaseLook) result(w Walked) ReleaseResult {
-	result := ReleaseResult{Endpoints: len(l.due), Walked: w}
-	for k, n := range l.counts {
-		result.Released = append(result.Released, Released{k.port, k.endpoint, k.reason, n})
-	}
-	slices.SortFunc(result.Released, func(a, b Released) int { return a.Endpoint.Compare(b.Endpoint) })
-	return result
-}
-
-// releasable says whether a flow may be released at all: it is one of TCP that a Service translated, in the default
-// zone.
-func (f *flow) releasable() bool {
-	return f.frontend.Protocol == snapshot.TCP && !f.zoned && f.translated()
 }
 
 // judge says whether a flow must be released, and why.
@@ -196,34 +149,59 @@ func unhealthyLists(sp *dataplane.ServicePort) [4][]snapshot.Unhealthy {
 // has no answer to what its client sent.
 func isSilent(u *snapshot.Unhealthy) bool { return u.Cause == snapshot.Unanswered }
 
-// unanswered says whether nobody answers a flow: an earlier look found it without an answer too, there has been no
-// packet for a second, and the endpoint answers no probe. It remembers the flow for the next look. If the endpoint no
-// longer serves, and has never answered the flow, an earlier look is enough.
+// unanswered says whether nobody answers a flow: an earlier look found it without an answer too, the endpoint has sent
+// nothing since, and it answers no probe. It remembers the flow for the next look. If the endpoint no longer serves,
+// and has never answered the flow, an earlier look is enough.
 //
-// An endpoint that acknowledges nothing may still be alive behind a policy that forbids probes, and a client may send
-// without a pause. Their packets renew the flow.
+// An endpoint that has not acknowledged everything may still be alive behind a policy that forbids probes: a client may
+// send without a pause. If the kernel does not count packets, those of both sides renew the flow.
 func (l *releaseLook) unanswered(g *lookedAt, f *flow, serving bool) bool {
+	id, now := f.identity(), suspect{l.now, f.replies}
+	was, known := g.suspects[id]
 	if f.answered && !(f.tcp.established && f.tcp.unacknowledged) {
-		return false
+		g.recovered = g.recovered || known && f.tcp.established
+		return !serving && f.tcp.established && l.isCutOff(g, f)
 	}
-	id := flowID{client: f.client}
-	copy(id.id[:], f.id)
-	first, known := g.suspects[id]
-	if !known {
-		first = l.now
+	if known && was.replies == f.replies {
+		now = was
 	}
 	if len(g.found) < maxSuspects {
 		if g.found == nil {
-			g.found = map[flowID]time.Time{}
+			g.found = map[flowID]suspect{}
 		}
-		g.found[id] = first
+		g.found[id] = now
 	}
 	if !f.answered && !serving {
 		g.opening = true
-		return l.now.Sub(first) >= openingFor
+		return l.now.Sub(now.first) >= openingFor
 	}
 	g.doubtful = true
-	return l.now.Sub(first) >= unansweredFor && g.isDead(l.now) && (!f.answered || f.tcp.left <= l.idle)
+	if l.now.Sub(now.first) < unansweredFor || !g.isDead(l.now) {
+		return false
+	}
+	if f.answered && !f.counted && f.tcp.left > l.idle {
+		g.almost = true
+		return false
+	}
+	if f.answered && !serving && len(g.released) < maxSuspects {
+		g.released = append(g.released, f.client.Addr())
+	}
+	return true
+}
+
+// isCutOff says whether a flow without unacknowledged data leads nowhere, by the word of others: an earlier look
+// released flows of the same client, or of two others, to the same endpoint, and none was answered since.
+func (l *releaseLook) isCutOff(g *lookedAt, f *flow) bool {
+	if len(g.cutOff) == 0 {
+		return false
+	}
+	if _, same := g.cutOff[f.client.Addr()]; !same && len(g.cutOff) == 1 {
+		return false
+	}
+	g.doubtful = true
+	cut := g.isDead(l.now) && f.tcp.left <= l.idleAcknowledged
+	g.almost = g.almost || !cut
+	return cut
 }
 
 // isDead reports whether a probe has found lately that nobody answers.

@@ -90,9 +90,11 @@ func newReleasing(t *testing.T, table *tcpTable, services ...*dataplane.Service)
 	return r
 }
 
-func (r *releasing) start() {
+func (r *releasing) start() { r.startOn(r.table) }
+
+func (r *releasing) startOn(t table) {
 	ctx, cancel := context.WithCancel(context.Background())
-	releaser := newReleaser(r.table, ReleaserOptions{
+	releaser := newReleaser(t, ReleaserOptions{
 		Probe: func(_ context.Context, endpoints []netip.AddrPort) (answers []bool) {
 			time.Sleep(r.probing)
 			r.table.mu.Lock()
@@ -183,6 +185,9 @@ func TestReleaseUnanswered(t *testing.T) {
 				ReleasedUnanswered, 3}}
 			if !slices.Equal(r.told, want) {
 				t.Errorf("told %v, want %v", r.told, want)
+			}
+			if len(table.ends) != 3 || table.ends[0].peer != netip.AddrPortFrom(key(ends[0]).Addr, 80) {
+				t.Errorf("reset %v", table.ends)
 			}
 		})
 	}
@@ -288,6 +293,80 @@ func TestReleaseLater(t *testing.T) {
 	})
 }
 
+// TestReleaseCounted: where the kernel counts packets, a client that sends without a pause is released as soon as any
+// other, unless its endpoint sends something.
+func TestReleaseCounted(t *testing.T) {
+	for _, answers := range []bool{false, true} {
+		synctest.Test(t, func(t *testing.T) {
+			table := &tcpTable{}
+			r := newReleasing(t, table, web(webBoth))
+			f := table.wait(webKey, "10.0.0.1:80")
+			f.tcp.left, f.counted, f.replies = 299, true, 7
+			r.apply(web(webOne))
+			left := 0
+			for range 20 {
+				rest(500 * time.Millisecond)
+				if answers {
+					table.mu.Lock()
+					f.replies++
+					table.mu.Unlock()
+					left = 1
+				}
+			}
+			r.expect(0, fmt.Sprint("the endpoint answers: ", answers), left)
+		})
+	}
+}
+
+// TestReleaseQuiet: a client that only listens is released if flows of the same client, or of two others, had to be,
+// and nobody was answered since.
+func TestReleaseQuiet(t *testing.T) {
+	const quiet = 5
+	for _, test := range []struct {
+		what   string
+		others []int
+		do     func(*releasing)
+		left   int
+	}{
+		{"nobody sends", nil, nil, 1},
+		{"the same client sends", []int{quiet}, nil, 0},
+		{"another client sends", []int{1}, nil, 1},
+		{"two others send", []int{1, 2}, nil, 0},
+		{"one of them is answered later", []int{1, 2, 3}, func(r *releasing) {
+			time.Sleep(800 * time.Millisecond)
+			r.table.mu.Lock()
+			defer r.table.mu.Unlock()
+			r.table.flows[3].tcp.unacknowledged = false
+		}, 2},
+		{"it had a packet", []int{1, 2}, func(r *releasing) {
+			r.table.mu.Lock()
+			defer r.table.mu.Unlock()
+			r.table.flows[0].tcp.left = 431999
+		}, 1},
+	} {
+		t.Run(test.what, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				table := &tcpTable{}
+				r := newReleasing(t, table, web(webBoth))
+				client := func(f *flow, n int) {
+					f.client = netip.AddrPortFrom(netip.AddrFrom4([4]byte{10, 9, 9, byte(n)}), f.client.Port())
+				}
+				f := table.hold(webKey, "10.0.0.1:80")
+				f.tcp.left = 100
+				client(f, quiet)
+				for _, n := range test.others {
+					client(table.wait(webKey, "10.0.0.1:80"), n)
+				}
+				r.apply(web(webOne))
+				if test.do != nil {
+					test.do(r)
+				}
+				r.expect(10*time.Second, test.what, test.left)
+			})
+		})
+	}
+}
+
 // TestReleaseConfirmsAgain: a client that sends after a long time is released soon, also if an earlier look found that
 // the endpoint still lived.
 func TestReleaseConfirmsAgain(t *testing.T) {
@@ -321,6 +400,9 @@ func TestReleaseConnecting(t *testing.T) {
 		f.answered, f.tcp = false, tcpInfo{left: 119}
 		r.apply(web(webOne))
 		r.expect(3*time.Second, "connecting", 0)
+		if len(table.ends) > 0 {
+			t.Errorf("reset %v", table.ends)
+		}
 	})
 }
 
@@ -502,8 +584,8 @@ func TestReleaseDrain(t *testing.T) {
 		if r.probed > 0 {
 			t.Errorf("%d probes", r.probed)
 		}
-		if len(r.told) != 1 || r.told[0].Reason != ReleasedDrain || r.told[0].Flows != 5 {
-			t.Errorf("told %v", r.told)
+		if len(r.told) != 1 || r.told[0].Reason != ReleasedDrain || r.told[0].Flows != 5 || len(table.ends) != 2*5 {
+			t.Errorf("told %v, reset %v", r.told, table.ends)
 		}
 	})
 }

@@ -29,7 +29,7 @@ func (s *sweep) run(ctx context.Context) SweepResult {
 }
 
 func (l *releaseLook) run(ctx context.Context) ReleaseResult {
-	return l.result(l.walker.takeAlone(ctx, l))
+	return l.result(len(l.due), l.walker.takeAlone(ctx, l))
 }
 
 // newUnanswered returns one whose Walker runs until the test ends.

@@ -73,6 +73,29 @@ func TestFinish(t *testing.T) {
 	}
 }
 
+// TestRebalanced: an idle connection that made room for others is told from one to an endpoint that was gone, or
+// silent.
+func TestRebalanced(t *testing.T) {
+	serving := []dataplane.Endpoint{{AddrPort: anEnd}}
+	for _, c := range []struct {
+		asks    time.Duration
+		serving []dataplane.Endpoint
+		kept    []snapshot.Unhealthy
+		want    bool
+	}{
+		{time.Second, serving, nil, true},
+		{0, serving, nil, false},
+		{time.Second, nil, nil, false},
+		{time.Second, serving, []snapshot.Unhealthy{{Endpoint: anEnd}}, false},
+	} {
+		sp := &dataplane.ServicePort{Rebalance: c.asks, Serving: c.serving, Local: &dataplane.Pool{},
+			Cluster: &dataplane.Pool{Endpoints: serving, Kept: c.kept}}
+		if got := rebalanced(sp, anEnd); got != c.want {
+			t.Errorf("%+v: %v", c, got)
+		}
+	}
+}
+
 // TestLived: the kernel's wait after the last packet is no part of a connection's life.
 func TestLived(t *testing.T) {
 	timeouts := readTimeouts(func(name string) (int, error) {
@@ -215,6 +238,7 @@ func TestFailures(t *testing.T) {
 		{Record{End: Released, Protocol: "TCP", Sent: one}, false},
 		{Record{End: Ejected, Protocol: "TCP", Sent: one, Received: one}, true},
 		{Record{End: Released, Protocol: "TCP"}, true}, // nothing was counted
+		{Record{End: Released, Reason: reasonRebalance, Protocol: "TCP", Sent: one, Received: one}, false},
 		{Record{End: Refused, Protocol: "TCP", Sent: one, Received: one}, true},
 		{Record{End: Closed, Protocol: "TCP", Sent: one, Received: one}, false},
 	} {

@@ -76,8 +76,8 @@ const (
 	// Unanswered means that the endpoint never sent a packet, Refused that it refused the connection.
 	Unanswered End = "unanswered"
 	Refused    End = "refused by endpoint"
-	// Released means that the proxy ended a connection to an endpoint that was gone, Ejected one to an endpoint that it
-	// had ejected.
+	// Released means that the proxy ended a connection to an endpoint that was gone, or for reasonRebalance an idle one;
+	// Ejected one to an endpoint that it had ejected.
 	Released End = "released"
 	Ejected  End = "ejected"
 	// Rejected and Dropped are packets that no endpoint got: the rules rejected or dropped them.
@@ -85,8 +85,11 @@ const (
 	Dropped  End = "dropped"
 )
 
+// reasonRebalance is the reason of idle connections that the proxy ended so that other endpoints get their share.
+const reasonRebalance = "rebalance"
+
 // Failure says whether the connection failed. An unanswered one of UDP did not: many protocols answer nothing. Nor did
-// one that the proxy ended before its endpoint answered: the client's next packet began anew.
+// one that the proxy ended before its endpoint answered: the client's next packet began anew. Nor did an idle one.
 func (r *Record) Failure() bool {
 	switch r.End {
 	case Open, Closed, Expired, ResetByClient:
@@ -94,7 +97,7 @@ func (r *Record) Failure() bool {
 	case Unanswered:
 		return r.Protocol != "UDP"
 	case Released, Ejected:
-		return r.Sent.Packets == 0 || r.Received.Packets > 0
+		return r.Reason != reasonRebalance && (r.Sent.Packets == 0 || r.Received.Packets > 0)
 	}
 	return true
 }

@@ -274,8 +274,11 @@ func (r *Recorder) finish(record Record, sp *dataplane.ServicePort, f *conntrack
 	record.End = endOf(f)
 	switch {
 	case r.o.Own[f.By]:
-		if record.End = Released; ejected(sp, f.Endpoint) {
+		switch record.End = Released; {
+		case ejected(sp, f.Endpoint):
 			record.End = Ejected
+		case rebalanced(sp, f.Endpoint):
+			record.Reason = reasonRebalance
 		}
 	case f.By != 0:
 		record.End, record.Reason = Released, "by another program"

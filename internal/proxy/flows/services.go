@@ -84,6 +84,13 @@ func (s *services) owner(k dataplane.Key, at time.Time) *dataplane.ServicePort {
 	return now.port
 }
 
+// rebalanced says whether a connection to an endpoint that the proxy ended was idle, and made room for others: nothing
+// is wrong with the endpoint.
+func rebalanced(sp *dataplane.ServicePort, endpoint netip.AddrPort) bool {
+	return sp.RebalancePool() != nil && dataplane.HasEndpoint(sp.Serving, endpoint) &&
+		snapshot.FindUnhealthy(sp.Cluster.Kept, endpoint) == nil && snapshot.FindUnhealthy(sp.Local.Kept, endpoint) == nil
+}
+
 // ejected says whether a port has ejected an endpoint.
 func ejected(sp *dataplane.ServicePort, endpoint netip.AddrPort) bool {
 	return snapshot.FindUnhealthy(sp.Cluster.Ejected, endpoint) != nil ||

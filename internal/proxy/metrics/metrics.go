@@ -199,7 +199,7 @@ func (m *Metrics) ObserveFlows(l Flows) {
 	}
 }
 
-// ObserveRelease counts released connections. The reason is "unanswered" or "drain".
+// ObserveRelease counts released connections. The reason is "unanswered", "drain" or "rebalance".
 func (m *Metrics) ObserveRelease(reason string, connections int) {
 	m.own.released.WithLabelValues(reason).Add(float64(connections))
 }

@@ -66,7 +66,7 @@ func (w *verdictMetrics) register(registry prometheus.Registerer, o *Options) {
 		"Failed reads of tracked flows, which were retried.")
 	w.readyz = m.counters("verdict_readyz_total", "Responses of /readyz, by HTTP status.", "code")
 	w.released = m.counters("verdict_connections_released_total",
-		"TCP connections to endpoints that are gone or dead that were released, so that their clients are reset.", "reason")
+		"TCP connections to endpoints that are gone, dead or overloaded that were released, which resets them.", "reason")
 	w.registerFuncs(m, o)
 	w.initSeries()
 }
@@ -160,7 +160,7 @@ func (w *verdictMetrics) initSeries() {
 	for _, f := range families {
 		w.flowsJudged.WithLabelValues(f)
 	}
-	for _, reason := range []string{"unanswered", "drain"} {
+	for _, reason := range []string{"unanswered", "drain", "rebalance"} {
 		w.released.WithLabelValues(reason)
 	}
 	for _, code := range []int{200, 503} {

@@ -21,7 +21,7 @@ func (n *Node) newReleaser(w *conntrack.Walker, shown *telemetry) (*conntrack.Re
 		return nil, nil
 	}
 	if loose, err := readConntrack("nf_conntrack_tcp_loose"); err == nil && loose == 0 {
-		n.Log.Warn("connections to endpoints that are gone will hang: the kernel does not pick up connections in midstream",
+		n.Log.Warn("connections to endpoints that are gone may hang: the kernel does not pick up connections in midstream",
 			"sysctl", "net.netfilter.nf_conntrack_tcp_loose", "value", loose)
 	}
 	places := make(chan struct{}, maxReleaseProbes)
@@ -29,7 +29,7 @@ func (n *Node) newReleaser(w *conntrack.Walker, shown *telemetry) (*conntrack.Re
 		Probe: func(ctx context.Context, endpoints []netip.AddrPort) []bool {
 			return probeAll(ctx, n.Prober, places, endpoints)
 		},
-		ShortestTimeout: shortestTimeout,
+		Timeouts: releaseTimeouts,
 		Report: func(r conntrack.ReleaseResult) {
 			n.logRelease(r)
 			for _, released := range r.Released {
@@ -45,8 +45,15 @@ func (n *Node) logRelease(r conntrack.ReleaseResult) {
 	if r.Err != nil {
 		n.Log.Warn("connections to endpoints that are gone may hang for now; it will be tried again", "err", r.Err)
 	}
+	if r.Reset != nil {
+		n.Log.Warn("ends of released connections are reset at their next packet only", "err", r.Reset)
+	}
 	for _, released := range r.Released {
-		n.Log.Info("released connections to an endpoint that is gone", "service", released.Port.String(),
+		what := "released connections to an endpoint that is gone"
+		if released.Reason == conntrack.ReleasedRebalance {
+			what = "released idle connections to an endpoint that has more than its share"
+		}
+		n.Log.Info(what, "service", released.Port.String(),
 			"endpoint", released.Endpoint, "connections", released.Flows, "reason", released.Reason.String())
 	}
 }
@@ -78,15 +85,20 @@ func probeAll(ctx context.Context, prober outlier.Prober, places chan struct{}, 
 	return answers
 }
 
-// shortestTimeout returns the least timeout that the kernel has for a connection with unacknowledged data.
-func shortestTimeout() time.Duration {
-	least := 5 * time.Minute
-	for _, name := range []string{"unacknowledged", "max_retrans", "established"} {
+// releaseTimeouts returns the kernel's timeout for an established connection, and the least of those for one with
+// unacknowledged data.
+func releaseTimeouts() (established, unacknowledged time.Duration) {
+	established, unacknowledged = 5*24*time.Hour, 5*time.Minute
+	for _, name := range []string{"established", "unacknowledged", "max_retrans"} {
 		if seconds, err := readConntrack("nf_conntrack_tcp_timeout_" + name); err == nil {
-			least = min(least, time.Duration(seconds)*time.Second)
+			t := time.Duration(seconds) * time.Second
+			if name == "established" {
+				established = t
+			}
+			unacknowledged = min(unacknowledged, t)
 		}
 	}
-	return least
+	return established, unacknowledged
 }
 
 // readConntrack reads a sysctl of connection tracking.

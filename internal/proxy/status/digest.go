@@ -117,7 +117,7 @@ func (w *writer) service(s *snapshot.Service) {
 	}
 	w.flags(s.InternalLocal, s.ExternalLocal, s.NoRecords, s.Scheduling != nil)
 	w.number(uint64(s.Affinity), uint64(s.HealthCheckNodePort), uint64(s.Counters), uint64(s.SecondChance),
-		uint64(s.Drain), uint64(s.ExternalFailover), uint64(s.SlowStart))
+		uint64(s.Drain), uint64(s.Rebalance), uint64(s.ExternalFailover), uint64(s.SlowStart))
 	if sc := s.Scheduling; sc != nil {
 		w.text(sc.Scheduler)
 		w.flags(sc.Port, sc.Fallback, sc.PreferNear)
