@@ -107,8 +107,14 @@ type Service struct {
 	SlowStart time.Duration
 	// Backends are other Services whose endpoints serve the ports; nil means that the Service's own slices do.
 	Backends *Backends
-	Ports    []Port
+	// Local is the name of a Service of the same namespace whose ready endpoints on a node come before all of this
+	// Service's there, such as a cache on each node; empty means that there is none.
+	Local string
+	Ports []Port
 }
+
+// LocalName is the full name of Local.
+func (s *Service) LocalName() Name { return Name{s.Name.Namespace, s.Local} }
 
 // Counters says whether a Service's connections are counted where the budget is not enough for all.
 type Counters uint8
@@ -229,6 +235,7 @@ type Snapshot struct {
 	HostNetworks HostNetworks
 
 	sliceService map[Name]Name
+	referrers    referrers
 }
 
 // New returns an empty Snapshot.
@@ -239,6 +246,7 @@ func New() *Snapshot {
 		Health:       map[Name]*Health{},
 		Starting:     map[Name]*Starting{},
 		sliceService: map[Name]Name{},
+		referrers:    referrers{},
 	}
 }
 
@@ -346,12 +354,14 @@ func (c Change) With(o Change) Change {
 	return Change{slices.Compact(names), c.Globals || o.Globals}
 }
 
-// Apply applies one delta to the snapshot and returns the Services that it may concern. It is no error to delete what
+// Apply applies one delta to the snapshot and returns the Services that it may concern, those that refer to others that
+// changed included. It is no error to delete what
 // the snapshot does not hold.
 func (s *Snapshot) Apply(d Delta) Change {
 	s.reserve(&d)
 	touched := make(map[Name]struct{}, max(len(d.Services), len(d.Slices)))
 	for n, svc := range d.Services {
+		s.referrers.replace(s.Services[n], svc, touched)
 		if svc != nil {
 			s.Services[n] = svc
 		} else if _, held := s.Services[n]; held {
@@ -372,6 +382,7 @@ func (s *Snapshot) Apply(d Delta) Change {
 	for n, st := range d.Starting {
 		applyOf(s, s.Starting, n, st, st != nil && len(st.Endpoints) > 0, touched)
 	}
+	s.referrers.addTo(touched)
 	var c Change
 	if d.Node != nil {
 		c.Globals = !d.Node.equal(s.Node)
