@@ -33,11 +33,13 @@ const (
 	ExcludedDrained
 	// ExcludedOtherZone: the Service prefers near endpoints, and other endpoints get all connections of this node.
 	ExcludedOtherZone
+	// ExcludedBehind: the Service's Local has ready endpoints on this node.
+	ExcludedBehind
 )
 
 var reasonNames = [...]string{
 	"ready", "terminating", "not-ready", "not-serving", "terminating", "other-node", "node-hint", "zone-hint", "repeated",
-	"unanswered", "refused", "weight-0", "other-zone",
+	"unanswered", "refused", "weight-0", "other-zone", "local",
 }
 
 // String returns a word for the reason. It does not say whether the endpoint is in the pool.
@@ -51,6 +53,8 @@ type endpointFilter struct {
 	// local selects only endpoints on this node. terminating selects endpoints that serve while they terminate, because
 	// none is ready.
 	local, terminating bool
+	// ahead selects only endpoints of the Service's Local, which has ready ones here.
+	ahead bool
 	// byNode and byZone select only endpoints whose hints name this node or this zone. At most one of them is set.
 	byNode, byZone string
 }
@@ -58,11 +62,13 @@ type endpointFilter struct {
 // decide returns whether a candidate is in the pool, and why.
 func (ch *endpointFilter) decide(c *candidate) Reason {
 	switch {
+	case ch.ahead && !c.ahead:
+		return ExcludedBehind
 	case ch.local && !c.local:
 		return ExcludedOtherNode
 	case c.drains() && (c.ready() || ch.terminating && c.terminating()):
 		return ExcludedDrained
-	case ch.terminating && c.terminating():
+	case ch.terminating && c.terminating() && !c.ahead:
 		return IncludedTerminating
 	case c.terminating() && !c.ready():
 		return ExcludedTerminating
@@ -78,9 +84,17 @@ func (ch *endpointFilter) decide(c *candidate) Reason {
 	return IncludedReady
 }
 
+// localReady says whether the Service's Local has a ready endpoint on this node.
+func (b *builder) localReady() bool {
+	return b.own > 0 && slices.ContainsFunc(b.candidates, func(c candidate) bool { return c.ahead && c.usable() })
+}
+
 // clusterFilter is the filter of the cluster pool. If no endpoint is ready anywhere, it falls back to terminating
 // endpoints and ignores hints: hints must never lead to an empty pool. Endpoints with the weight 0 do not count.
 func (b *builder) clusterFilter() endpointFilter {
+	if b.localReady() {
+		return endpointFilter{ahead: true}
+	}
 	if !slices.ContainsFunc(b.candidates, func(c candidate) bool { return c.ready() && !c.drains() }) {
 		return endpointFilter{terminating: true}
 	}
@@ -89,6 +103,9 @@ func (b *builder) clusterFilter() endpointFilter {
 
 // localFilter is the filter of the local pool.
 func (b *builder) localFilter() endpointFilter {
+	if b.localReady() { // and on this node
+		return endpointFilter{ahead: true}
+	}
 	ready := slices.ContainsFunc(b.candidates, func(c candidate) bool {
 		return c.local && c.ready() && !c.drains()
 	})

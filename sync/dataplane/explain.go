@@ -116,6 +116,8 @@ type Explanation struct {
 	// endpoints on this node.
 	Row   int
 	Local []bool
+	// LocalCounts says that the Object's Local counts.
+	LocalCounts bool
 	// Endpoints are all entries in the slices for the port in this family, sorted by address. SkippedSlices are the slices
 	// that contribute none.
 	Endpoints     []EndpointDecision
@@ -283,7 +285,7 @@ func (e *explainer) fillBudget() {
 
 // asks reports whether a Service may ask something of the budgets.
 func (e *explainer) asks(n snapshot.Name, svc *snapshot.Service) bool {
-	if svc.Scheduling != nil || e.s.Starting[n] != nil {
+	if svc.Scheduling != nil || svc.Local != "" || e.s.Starting[n] != nil {
 		return true
 	}
 	for _, sl := range e.s.Slices[n] {
@@ -420,7 +422,8 @@ func (e *explainer) endpoints() {
 	p := &svc.Ports[slices.IndexFunc(svc.Ports, func(p snapshot.Port) bool {
 		return p.Name == name.Port && p.Protocol == name.Protocol
 	})]
-	e.loadSlices(svc, e.s.Slices[name.Service])
+	_, x.LocalCounts = e.s.LocalOf(svc)
+	e.loadSlices(e.s, svc)
 	e.health = e.s.Health[name.Service]
 	e.schedule(svc)
 	e.starting = e.startingOf(e.s, svc)

@@ -151,6 +151,7 @@ func (d *dice) service(n snapshot.Name) *snapshot.Service {
 		ExternalFailover:    snapshot.ExternalFailover(d.n(4)),
 		Affinity:            time.Duration(d.n(2)) * time.Hour,
 		SecondChance:        d.secondChance(),
+		Local:               pick(d, "", "", "", "a", "b", "nobody"),
 		Scheduling: pick(d, nil, &snapshot.Scheduling{Scheduler: snapshot.NFTables}, &snapshot.Scheduling{Scheduler: "mh",
 			Port: true},
 			&snapshot.Scheduling{Scheduler: snapshot.Hash},

@@ -18,7 +18,7 @@ func LocalReady(nodeName string, s *snapshot.Snapshot, n snapshot.Name) (ipv4s, 
 		return 0, 0
 	}
 	b := builder{host: host{nodeName: nodeName}}
-	b.loadSlices(svc, s.Slices[n])
+	b.loadSlices(s, svc)
 	b.schedule(svc)
 	var counts ipfamily.Per[int]
 	for _, f := range ipfamily.All {

@@ -22,6 +22,8 @@ type candidate struct {
 	addr netip.AddrPort
 	*snapshot.Endpoint
 	local bool
+	// ahead says that it is an endpoint of the Service's Local, on this node.
+	ahead bool
 	// parts is its share of new connections; with 0 it drains.
 	parts uint32
 	// order is the position in the slices. It decides between two entries that differ in nothing else.
@@ -36,11 +38,14 @@ func (c *candidate) terminating() bool { return c.Serving && c.Terminating }
 // drains reports whether the weight 0 keeps new connections from it.
 func (c *candidate) drains() bool { return c.parts == 0 }
 
+// usable reports whether it may be in a pool. Of Local, none that terminates is.
+func (c *candidate) usable() bool { return !c.drains() && (c.ready() || c.terminating() && !c.ahead) }
+
 // preference orders entries for the same endpoint, best first. The entry that is not terminating is the newer pod on a
 // reused address, even while it is not ready. kube-proxy decides the rest at random.
 func (c *candidate) preference() int {
 	p := 0
-	for _, good := range [...]bool{!c.Terminating, c.Ready, c.Serving, c.local} {
+	for _, good := range [...]bool{c.ahead && c.usable(), !c.ahead, !c.Terminating, c.Ready, c.Serving, c.local} {
 		p <<= 1
 		if !good {
 			p |= 1
@@ -70,13 +75,13 @@ func (b *builder) collectCandidates(p *snapshot.Port, f ipfamily.Family) {
 	b.candidates = b.candidates[:0]
 	if b.index != nil {
 		for _, at := range b.index[portKey{p.Name, p.Protocol}] {
-			b.addCandidates(at.slice, at.port, f)
+			b.addCandidates(at, f)
 		}
 	} else {
-		for _, sl := range b.slices {
+		for i, sl := range b.slices {
 			for _, sp := range sl.Ports {
 				if sp.Name == p.Name && sp.Protocol == p.Protocol {
-					b.addCandidates(sl, sp.Port, f)
+					b.addCandidates(slicePort{sl, sp.Port, i < b.own}, f)
 				}
 			}
 		}
@@ -84,11 +89,12 @@ func (b *builder) collectCandidates(p *snapshot.Port, f ipfamily.Family) {
 	slices.SortFunc(b.candidates, compareCandidates)
 }
 
-// addCandidates adds the endpoints of a slice until the limit is reached.
-func (b *builder) addCandidates(sl *snapshot.Slice, port uint16, f ipfamily.Family) {
-	for i := range sl.Endpoints {
-		ep := &sl.Endpoints[i]
-		if !f.Has(ep.Addr) {
+// addCandidates adds the endpoints of a slice until the limit is reached; of Local only those on this node.
+func (b *builder) addCandidates(at slicePort, f ipfamily.Family) {
+	for i := range at.slice.Endpoints {
+		ep := &at.slice.Endpoints[i]
+		local := ep.Node != "" && ep.Node == b.host.nodeName
+		if !f.Has(ep.Addr) || at.ahead && !local {
 			continue
 		}
 		if len(b.candidates) == b.maxPerPort {
@@ -96,9 +102,10 @@ func (b *builder) addCandidates(sl *snapshot.Slice, port uint16, f ipfamily.Fami
 			return
 		}
 		b.candidates = append(b.candidates, candidate{
-			addr:     netip.AddrPortFrom(ep.Addr, port),
+			addr:     netip.AddrPortFrom(ep.Addr, at.port),
 			Endpoint: ep,
-			local:    ep.Node != "" && ep.Node == b.host.nodeName,
+			local:    local,
+			ahead:    at.ahead,
 			parts:    b.partsOf(ep),
 			order:    int32(len(b.candidates)),
 		})
@@ -138,16 +145,15 @@ func (b *builder) fillPools(sp *ServicePort, wantCluster, wantLocal bool) {
 	}
 }
 
-// clusterSet is every ready endpoint that the topology hints assign to this node, or else every terminating endpoint
-// that still serves.
+// clusterSet is every ready endpoint of Local on this node, or else every ready endpoint that the topology hints assign
+// to this node, or else every terminating endpoint that still serves.
 func (b *builder) clusterSet() *Pool { return b.poolOf(b.clusterFilter()) }
 
 // localSet is every ready endpoint on this node, or else every terminating endpoint on this node that still serves. It
 // ignores hints.
 func (b *builder) localSet() *Pool {
 	pool := b.poolOf(b.localFilter())
-	usable := func(c candidate) bool { return !c.drains() && (c.ready() || c.terminating()) }
-	if len(pool.Endpoints) == 0 && slices.ContainsFunc(b.candidates, usable) {
+	if len(pool.Endpoints) == 0 && slices.ContainsFunc(b.candidates, func(c candidate) bool { return c.usable() }) {
 		return poolNoLocalEndpoints
 	}
 	return pool
@@ -164,10 +170,21 @@ func (b *builder) poolOf(filter endpointFilter) *Pool {
 	return &Pool{Endpoints: endpoints}
 }
 
-// serving returns every endpoint that is ready or serving. If a pool holds them all, as is usual, it returns that
-// pool's list.
-func (b *builder) serving(pools ...*Pool) []Endpoint {
+// serving sets Serving to every endpoint that is ready or serving, and Finishing. Flows of UDP change between a Service
+// and its Local as new ones do; connections stay.
+func (b *builder) serving(sp *ServicePort) {
 	serves := func(c *candidate) bool { return c.Ready || c.Serving }
+	if b.own > 0 && sp.Name.Protocol == snapshot.UDP {
+		ahead := b.localReady()
+		sp.Finishing = b.endpointsWhere(func(c *candidate) bool { return serves(c) && c.ahead != ahead })
+		sp.Serving = b.endpointsWhere(func(c *candidate) bool { return serves(c) && c.ahead == ahead })
+		return
+	}
+	sp.Serving = b.servingIn(serves, sp.Cluster, sp.Local)
+}
+
+// servingIn returns every endpoint that serves. If a pool holds them all, as is usual, it returns that pool's list.
+func (b *builder) servingIn(serves func(*candidate) bool, pools ...*Pool) []Endpoint {
 	n := 0
 	for i := range b.candidates {
 		if serves(&b.candidates[i]) {
@@ -224,20 +241,19 @@ type (
 	slicePort struct {
 		slice *snapshot.Slice
 		port  uint16
+		// ahead says that the slice is Local's.
+		ahead bool
 	}
 )
 
-// loadSlices fills b.slices with a Service's slices, ordered by name, so that the answer never depends on the order of
-// a Go map.
-func (b *builder) loadSlices(svc *snapshot.Service, of map[string]*snapshot.Slice) {
+// loadSlices fills b.slices with the slices of a Service's Local, and then its own.
+func (b *builder) loadSlices(s *snapshot.Snapshot, svc *snapshot.Service) {
 	b.slices, b.index, b.overCapacity = b.slices[:0], nil, false
 	b.maxPerPort = max(maxEndpoints/max(len(svc.Ports), 1), 1)
-	for _, sl := range of {
-		b.slices = append(b.slices, sl)
-	}
-	if len(b.slices) > 1 {
-		slices.SortFunc(b.slices, func(x, y *snapshot.Slice) int { return strings.Compare(x.Name.Name, y.Name.Name) })
-	}
+	local, _ := s.LocalOf(svc)
+	b.appendSlices(local)
+	b.own = len(b.slices)
+	b.appendSlices(s.Slices[svc.Name])
 	ports := 0
 	for i, sl := range b.slices {
 		if ports += len(sl.Ports); ports > maxSlicePorts {
@@ -250,13 +266,22 @@ func (b *builder) loadSlices(svc *snapshot.Service, of map[string]*snapshot.Slic
 	}
 }
 
+// appendSlices appends slices ordered by name, so that the answer never depends on the order of a Go map.
+func (b *builder) appendSlices(of map[string]*snapshot.Slice) {
+	from := len(b.slices)
+	for _, sl := range of {
+		b.slices = append(b.slices, sl)
+	}
+	slices.SortFunc(b.slices[from:], func(x, y *snapshot.Slice) int { return strings.Compare(x.Name.Name, y.Name.Name) })
+}
+
 // indexPorts fills b.index.
 func (b *builder) indexPorts() {
 	b.index = map[portKey][]slicePort{}
-	for _, sl := range b.slices {
+	for i, sl := range b.slices {
 		for _, sp := range sl.Ports {
 			k := portKey{sp.Name, sp.Protocol}
-			b.index[k] = append(b.index[k], slicePort{sl, sp.Port})
+			b.index[k] = append(b.index[k], slicePort{sl, sp.Port, i < b.own})
 		}
 	}
 }

@@ -11,9 +11,11 @@ import (
 
 // builder computes what one Service asks for, as if it were the only one. It reuses its buffers between Services.
 type builder struct {
-	host       host
-	reserved   reserved
+	host     host
+	reserved reserved
+	// slices are the Service's; those before own are its Local's.
 	slices     []*snapshot.Slice
+	own        int
 	candidates []candidate
 	// parts are the shares of the endpoints of the pool that is being built.
 	parts []uint32
@@ -55,7 +57,7 @@ func (b *builder) service(s *snapshot.Snapshot, n snapshot.Name) *Service {
 		b.forget(n)
 		return nil
 	}
-	b.loadSlices(svc, s.Slices[n])
+	b.loadSlices(s, svc)
 	b.others = nil
 	b.health = s.Health[n]
 	b.schedule(svc)
@@ -130,7 +132,7 @@ func (b *builder) port(
 	}
 	b.fillPools(sp, anyLeadsTo(internal, clusterPool) || anyLeadsTo(external, clusterPool),
 		anyLeadsTo(internal, localPool) || anyLeadsTo(external, localPool))
-	sp.Serving = b.serving(sp.Cluster, sp.Local)
+	b.serving(sp)
 
 	internalRoutes, externalRoutes := sp.routes(internal), sp.routes(external)
 	for i := range sp.Frontends {

@@ -27,6 +27,7 @@ const (
 	nameExternalFailover = "external-failover"
 	nameCounters         = "counters"
 	nameRecords          = "records"
+	nameLocal            = "local"
 )
 
 // nameWeight is the annotation of an EndpointSlice.
@@ -37,7 +38,7 @@ const annotationCiliumWeight = "service.cilium.io/weight"
 
 // annotationNames are the names that an object of a kind may have after the domain.
 var annotationNames = map[string][]string{
-	"Service": {nameCounters, nameDrain, nameExternalFailover, nameRecords, nameScheduler, nameSecondChance,
+	"Service": {nameCounters, nameDrain, nameExternalFailover, nameLocal, nameRecords, nameScheduler, nameSecondChance,
 		nameSlowStart, nameWeights, nameZoneDemand, nameZones},
 	"EndpointSlice": {nameWeight},
 }
@@ -65,6 +66,7 @@ func readServiceAnnotations(f *problemList, of map[string]string, s, last *snaps
 		`none of "cluster", "reject", "pass" and "drop"`)
 	s.Drain = a.duration(nameDrain, 24, was.Drain)
 	s.SlowStart = a.slowStart(s.Scheduling, was.SlowStart)
+	s.Local = a.local(s.Name, was.Local)
 	a.unknown("Service")
 }
 
@@ -180,6 +182,34 @@ func (a *annotations) duration(name string, hours int, last time.Duration) time.
 	}
 	return d
 }
+
+// local reads the name of another Service of the same namespace. Of another namespace, nobody there was asked.
+func (a *annotations) local(of snapshot.Name, last string) string {
+	text, field, ok := a.get(nameLocal)
+	if !ok {
+		return ""
+	}
+	namespace, name, qualified := strings.Cut(text, "/")
+	if !qualified {
+		namespace, name = of.Namespace, text
+	}
+	switch {
+	case len(text) > maxLocalName || name == "" || strings.Contains(name, "/"):
+		a.wrong(field, "%s is not the name of a Service, such as node-local-dns", quote(text))
+		return last
+	case namespace != of.Namespace:
+		a.wrong(field, "%s is refused: a Service may only name one of its own namespace, %s", quote(text),
+			short(of.Namespace))
+		return last
+	case name == of.Name:
+		a.wrong(field, "%s is this Service itself: name another one, such as a cache on each node", quote(text))
+		return last
+	}
+	return name
+}
+
+// maxLocalName is longer than the names of any namespace and any Service.
+const maxLocalName = 512
 
 // slowStart reads a Service's slow start. It ignores that of a Service that hashes its clients.
 func (a *annotations) slowStart(scheduling *snapshot.Scheduling, last time.Duration) time.Duration {

@@ -20,7 +20,7 @@ func sameService(a, b *snapshot.Service) bool {
 		slices.Equal(a.Ports, b.Ports) && a.Counters == b.Counters && a.NoRecords == b.NoRecords &&
 		a.SecondChance == b.SecondChance &&
 		a.Drain == b.Drain && a.SlowStart == b.SlowStart &&
-		a.ExternalFailover == b.ExternalFailover &&
+		a.ExternalFailover == b.ExternalFailover && a.Local == b.Local &&
 		sameScheduling(a.Scheduling, b.Scheduling)
 }
 

@@ -398,6 +398,8 @@ func (a *Answer) exclusionText(c *dataplane.EndpointDecision, node string) strin
 		return "its weight is 0: no new connections"
 	case dataplane.ExcludedOtherZone:
 		return otherZoneText(x.Zones, c.Object.Zone)
+	case dataplane.ExcludedBehind:
+		return "the Service " + x.Object.Local + " has ready endpoints on this node, which come first"
 	case dataplane.ExcludedUnanswered, dataplane.ExcludedRefused:
 		return unhealthyText(c.Unhealthy) + ejectedHere
 	}

@@ -34,6 +34,11 @@ func settingsOf(x *dataplane.Explanation) (list []Setting) {
 		failover = "not at cluster IPs"
 	}
 	add(svc.ExternalFailover != snapshot.FailoverDrop, "external-failover", svc.ExternalFailover.String(), failover)
+	local := ""
+	if !x.LocalCounts {
+		local = "older Services name it, as many as may"
+	}
+	add(svc.Local != "", "local", svc.Local, local)
 	add(svc.SlowStart > 0, "slow-start", units.Span(svc.SlowStart), "")
 	add(svc.Counters == snapshot.CountersFirst, "counters", "true", "")
 	add(svc.Counters == snapshot.CountersNever, "counters", "false", "")

@@ -137,6 +137,9 @@ func (w *writer) service(s *snapshot.Service) {
 		w.text(p.Name)
 		w.number(uint64(p.Protocol), uint64(p.Port), uint64(p.NodePort))
 	}
+	if s.Local != "" { // last, so that all others have the digests that they had before
+		w.text("local", s.Local)
+	}
 }
 
 // slice writes a slice, but for when its last change began.
