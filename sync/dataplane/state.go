@@ -82,7 +82,8 @@ type ServicePort struct {
 	// Two pools with endpoints are never the same Pool, even if their endpoints are the same.
 	Cluster, Local *Pool
 	// Serving are the endpoints that earlier flows may keep: all that are ready or serving, whatever policy, topology,
-	// termination and ejection mean for new flows, but for those of UDP if the Service has a Local. Sorted by AddrPort and unique, it includes those of both pools.
+	// termination and ejection mean for new flows, but for those of UDP if the Service has a Local. Sorted by AddrPort
+	// and unique, it includes those of both pools.
 	Serving []Endpoint
 	// Finishing are endpoints that serve and are not in Serving, since a flow of UDP is to change to those: one that
 	// waits for its first answer may wait for it. Sorted like Serving; nil for other protocols.

@@ -32,14 +32,12 @@ const maxLocal = 16
 // refers returns what a Service refers to, some perhaps twice. The Service may be nil.
 func (s *Service) refers() iter.Seq[reference] {
 	return func(yield func(reference) bool) {
-		if s == nil || s.Local != "" && !yield(reference{s.LocalName(), true}) || s.Backends == nil {
+		if s == nil || s.Local != "" && !yield(reference{s.LocalName(), true}) {
 			return
 		}
-		for _, p := range s.Backends.Ports {
-			for _, b := range p.To {
-				if b.Refused == "" && !yield(reference{to: b.Service}) {
-					return
-				}
+		for b := range s.Backends.Each() {
+			if b.Refused == "" && !yield(reference{to: b.Service}) {
+				return
 			}
 		}
 	}
@@ -89,6 +87,17 @@ func (r referrers) addTo(touched map[Name]struct{}) {
 	}
 	for _, by := range more {
 		touched[by.name] = struct{}{}
+	}
+}
+
+// Referrers ranges over the names of the Services whose Backends name a Service, the oldest first.
+func (s *Snapshot) Referrers(n Name) iter.Seq[Name] {
+	return func(yield func(Name) bool) {
+		for _, by := range s.referrers[reference{to: n}] {
+			if !yield(by.name) {
+				return
+			}
+		}
 	}
 }
 

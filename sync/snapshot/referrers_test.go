@@ -19,7 +19,7 @@ func TestReferrers(t *testing.T) {
 		{"it names what is not there", Delta{Services: map[Name]*Service{dns: local("cache")}}, "x/dns"},
 		{"a slice of that", Delta{Slices: map[Name]*Slice{s1: sliceFor(s1, "cache")}}, "x/cache x/dns"},
 		{"that itself", Delta{Services: map[Name]*Service{cache: named(cache)}}, "x/cache x/dns"},
-		{"its health", Delta{Health: map[Name]*Health{cache: sick("10.0.0.1:80")}}, "x/cache x/dns"},
+		{"its health", Delta{Health: map[Name]*Health{cache: sick("10.0.0.1:80")}}, "x/cache"},
 		{"its own slice", Delta{Slices: map[Name]*Slice{in("x", "s2"): sliceFor(in("x", "s2"), "dns")}}, "x/dns"},
 		{"a namesake", Delta{Services: map[Name]*Service{other: named(other)}}, "y/cache"},
 		{"backends", Delta{Services: map[Name]*Service{other: {Name: other, Backends: &Backends{Ports: []PortBackends{

@@ -355,8 +355,7 @@ func (c Change) With(o Change) Change {
 }
 
 // Apply applies one delta to the snapshot and returns the Services that it may concern, those that refer to others that
-// changed included. It is no error to delete what
-// the snapshot does not hold.
+// changed included. It is no error to delete what the snapshot does not hold.
 func (s *Snapshot) Apply(d Delta) Change {
 	s.reserve(&d)
 	touched := make(map[Name]struct{}, max(len(d.Services), len(d.Slices)))
@@ -376,13 +375,13 @@ func (s *Snapshot) Apply(d Delta) Change {
 	for n, sl := range d.Slices {
 		s.applySlice(n, sl, touched)
 	}
+	s.referrers.addTo(touched)
 	for n, h := range d.Health {
 		applyOf(s, s.Health, n, h, h != nil && len(h.Unhealthy) > 0, touched)
 	}
 	for n, st := range d.Starting {
 		applyOf(s, s.Starting, n, st, st != nil && len(st.Endpoints) > 0, touched)
 	}
-	s.referrers.addTo(touched)
 	var c Change
 	if d.Node != nil {
 		c.Globals = !d.Node.equal(s.Node)

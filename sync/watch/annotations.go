@@ -27,6 +27,7 @@ const (
 	nameExternalFailover = "external-failover"
 	nameCounters         = "counters"
 	nameRecords          = "records"
+	nameBackends         = "backends"
 	nameLocal            = "local"
 )
 
@@ -38,8 +39,8 @@ const annotationCiliumWeight = "service.cilium.io/weight"
 
 // annotationNames are the names that an object of a kind may have after the domain.
 var annotationNames = map[string][]string{
-	"Service": {nameCounters, nameDrain, nameExternalFailover, nameLocal, nameRecords, nameScheduler, nameSecondChance,
-		nameSlowStart, nameWeights, nameZoneDemand, nameZones},
+	"Service": {nameBackends, nameCounters, nameDrain, nameExternalFailover, nameLocal, nameRecords, nameScheduler,
+		nameSecondChance, nameSlowStart, nameWeights, nameZoneDemand, nameZones},
 	"EndpointSlice": {nameWeight},
 }
 
@@ -51,13 +52,14 @@ type annotations struct {
 	known bool
 }
 
-func readServiceAnnotations(f *problemList, of map[string]string, s, last *snapshot.Service) {
-	a := annotations{f, of, last != nil && last.Age.UID == s.Age.UID}
+func readServiceAnnotations(f *problemList, o *corev1.Service, s, last *snapshot.Service) {
+	a := annotations{f, o.Annotations, last != nil && last.Age.UID == s.Age.UID}
 	was := &snapshot.Service{}
 	if a.known {
 		was = last
 	}
-	s.Scheduling = a.scheduling(was.Scheduling)
+	s.Backends = a.backends(s, was.Backends, o.Status.Conditions)
+	s.Scheduling = a.scheduling(was.Scheduling, s.Backends != nil)
 	s.Counters = word(&a, nameCounters, was.Counters, parseCounters, `neither "true" nor "false"`)
 	s.NoRecords = word(&a, nameRecords, was.NoRecords, parseNoRecords, `neither "on" nor "off"`)
 	s.SecondChance = word(&a, nameSecondChance, was.SecondChance, snapshot.ParseSecondChance,
@@ -65,8 +67,8 @@ func readServiceAnnotations(f *problemList, of map[string]string, s, last *snaps
 	s.ExternalFailover = word(&a, nameExternalFailover, was.ExternalFailover, snapshot.ParseExternalFailover,
 		`none of "cluster", "reject", "pass" and "drop"`)
 	s.Drain = a.duration(nameDrain, 24, was.Drain)
-	s.SlowStart = a.slowStart(s.Scheduling, was.SlowStart)
-	s.Local = a.local(s.Name, was.Local)
+	s.SlowStart = a.slowStart(s, was.SlowStart)
+	s.Local = a.local(s, was.Local)
 	a.unknown("Service")
 }
 
@@ -184,11 +186,12 @@ func (a *annotations) duration(name string, hours int, last time.Duration) time.
 }
 
 // local reads the name of another Service of the same namespace. Of another namespace, nobody there was asked.
-func (a *annotations) local(of snapshot.Name, last string) string {
+func (a *annotations) local(s *snapshot.Service, last string) string {
 	text, field, ok := a.get(nameLocal)
 	if !ok {
 		return ""
 	}
+	of := s.Name
 	namespace, name, qualified := strings.Cut(text, "/")
 	if !qualified {
 		namespace, name = of.Namespace, text
@@ -204,6 +207,9 @@ func (a *annotations) local(of snapshot.Name, last string) string {
 	case name == of.Name:
 		a.wrong(field, "%s is this Service itself: name another one, such as a cache on each node", quote(text))
 		return last
+	case s.Backends != nil:
+		a.warn(field, ignoredWithBackends)
+		return ""
 	}
 	return name
 }
@@ -211,12 +217,18 @@ func (a *annotations) local(of snapshot.Name, last string) string {
 // maxLocalName is longer than the names of any namespace and any Service.
 const maxLocalName = 512
 
-// slowStart reads a Service's slow start. It ignores that of a Service that hashes its clients.
-func (a *annotations) slowStart(scheduling *snapshot.Scheduling, last time.Duration) time.Duration {
+// slowStart reads a Service's slow start. It ignores that of a Service that hashes its clients, or has backends.
+func (a *annotations) slowStart(s *snapshot.Service, last time.Duration) time.Duration {
 	d := a.duration(nameSlowStart, 1, last)
-	if d > 0 && scheduling != nil && hashes(scheduling.Scheduler) {
-		a.warn(fieldOf(annotationDomain+nameSlowStart),
-			"it is ignored: with the scheduler %s, all nodes must have the same table at all times", scheduling.Scheduler)
+	field := fieldOf(annotationDomain + nameSlowStart)
+	switch {
+	case d == 0:
+	case s.Scheduling != nil && hashes(s.Scheduling.Scheduler):
+		a.warn(field, "it is ignored: with the scheduler %s, all nodes must have the same table at all times",
+			s.Scheduling.Scheduler)
+		return 0
+	case s.Backends != nil:
+		a.warn(field, ignoredWithBackends)
 		return 0
 	}
 	return d

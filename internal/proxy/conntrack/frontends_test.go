@@ -62,7 +62,8 @@ func state(services ...*dataplane.Service) *dataplane.State {
 	return st
 }
 
-// TestFinishing: a flow that changes to another endpoint may wait for its first answer; one that is gone answers nobody.
+// TestFinishing: a flow that changes to another endpoint may wait for its first answer; one that is gone answers
+// nobody.
 func TestFinishing(t *testing.T) {
 	svc := service("dns", "10.96.0.1:53/udp>10.0.0.9:53")
 	svc.Ports[0].Finishing = []dataplane.Endpoint{{AddrPort: netip.MustParseAddrPort("10.0.0.1:53")}}
