@@ -5,12 +5,14 @@ import "slices"
 // Reason says why an endpoint is in a pool, or why not.
 type Reason uint8
 
-// The reasons. The first two mean that the endpoint is in the pool.
+// The reasons. The first three mean that the endpoint is in the pool.
 const (
 	// IncludedReady: it is ready.
 	IncludedReady Reason = iota
 	// IncludedTerminating: it still serves while it terminates, and no endpoint is ready.
 	IncludedTerminating
+	// IncludedResort: it is not ready, but accepts probes of this node, and the Service has no other endpoint.
+	IncludedResort
 	// ExcludedNotReady: it is not ready.
 	ExcludedNotReady
 	// ExcludedNotServing: it terminates and no longer serves.
@@ -38,15 +40,15 @@ const (
 )
 
 var reasonNames = [...]string{
-	"ready", "terminating", "not-ready", "not-serving", "terminating", "other-node", "node-hint", "zone-hint", "repeated",
-	"unanswered", "refused", "weight-0", "other-zone", "local",
+	"ready", "terminating", "last-resort", "not-ready", "not-serving", "terminating", "other-node", "node-hint",
+	"zone-hint", "repeated", "unanswered", "refused", "weight-0", "other-zone", "local",
 }
 
 // String returns a word for the reason. It does not say whether the endpoint is in the pool.
 func (r Reason) String() string { return reasonNames[r] }
 
 // Included reports whether the endpoint is in the pool.
-func (r Reason) Included() bool { return r <= IncludedTerminating }
+func (r Reason) Included() bool { return r <= IncludedResort }
 
 // endpointFilter selects which candidates are in a pool.
 type endpointFilter struct {
@@ -68,6 +70,8 @@ func (ch *endpointFilter) decide(c *candidate) Reason {
 		return ExcludedOtherNode
 	case c.drains() && (c.ready() || ch.terminating && c.terminating()):
 		return ExcludedDrained
+	case c.resort:
+		return IncludedResort
 	case ch.terminating && c.terminating() && !c.ahead:
 		return IncludedTerminating
 	case c.terminating() && !c.ready():

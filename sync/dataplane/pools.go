@@ -24,6 +24,8 @@ type candidate struct {
 	local bool
 	// ahead says that it is an endpoint of the Service's Local, on this node.
 	ahead bool
+	// resort says that it is the last resort of a Service that has no other: it is not ready, and accepted a probe.
+	resort bool
 	// parts is its share of new connections; with 0 it drains.
 	parts uint32
 	// order is the position in the slices. It decides between two entries that differ in nothing else.
@@ -39,7 +41,9 @@ func (c *candidate) terminating() bool { return c.Serving && c.Terminating }
 func (c *candidate) drains() bool { return c.parts == 0 }
 
 // usable reports whether it may be in a pool. Of Local, none that terminates is.
-func (c *candidate) usable() bool { return !c.drains() && (c.ready() || c.terminating() && !c.ahead) }
+func (c *candidate) usable() bool {
+	return !c.drains() && (c.ready() || c.terminating() && !c.ahead || c.resort)
+}
 
 // preference orders entries for the same endpoint, best first. The entry that is not terminating is the newer pod on a
 // reused address, even while it is not ready. kube-proxy decides the rest at random.
@@ -101,14 +105,16 @@ func (b *builder) addCandidates(at slicePort, f ipfamily.Family) {
 			b.overCapacity = true
 			return
 		}
-		b.candidates = append(b.candidates, candidate{
+		c := candidate{
 			addr:     netip.AddrPortFrom(ep.Addr, at.port),
 			Endpoint: ep,
 			local:    local,
 			ahead:    at.ahead,
 			parts:    b.partsOf(ep),
 			order:    int32(len(b.candidates)),
-		})
+		}
+		c.resort = b.isResort(&c)
+		b.candidates = append(b.candidates, c)
 	}
 }
 
@@ -167,13 +173,17 @@ func (b *builder) poolOf(filter endpointFilter) *Pool {
 	}
 	b.slowStart(endpoints, b.parts)
 	b.weigh(endpoints, b.parts)
-	return &Pool{Endpoints: endpoints}
+	p := &Pool{Endpoints: endpoints}
+	if b.resort {
+		b.keepResort(p)
+	}
+	return p
 }
 
 // serving sets Serving to every endpoint that is ready or serving, and Finishing. Flows of UDP change between a Service
 // and its Local as new ones do; connections stay.
 func (b *builder) serving(sp *ServicePort) {
-	serves := func(c *candidate) bool { return c.Ready || c.Serving }
+	serves := func(c *candidate) bool { return c.Ready || c.Serving || c.resort }
 	if b.own > 0 && sp.Name.Protocol == snapshot.UDP {
 		ahead := b.localReady()
 		sp.Finishing = b.endpointsWhere(func(c *candidate) bool { return serves(c) && c.ahead != ahead })

@@ -26,6 +26,8 @@ type builder struct {
 	overCapacity bool
 	// health is what this node found out about the Service's endpoints; nil if none is unhealthy.
 	health *snapshot.Health
+	// resort says that the Service has no usable endpoint anywhere, and is to use its last resort.
+	resort bool
 	// starting are the Service's endpoints that start slowly; nil if there are none.
 	starting *snapshot.Starting
 	// scheduling is the Service's; weights are the weights it gives to nodes.
@@ -57,11 +59,8 @@ func (b *builder) service(s *snapshot.Snapshot, n snapshot.Name) *Service {
 		b.forget(n)
 		return nil
 	}
-	b.loadSlices(s, svc)
+	b.load(s, svc)
 	b.others = nil
-	b.health = s.Health[n]
-	b.schedule(svc)
-	b.starting = b.startingOf(s, svc)
 	out := &Service{Name: n, Age: svc.Age, ClusterIPs: svc.ClusterIPs, HealthCheckNodePort: svc.HealthCheckNodePort,
 		Counters: svc.Counters,
 		Ports:    make([]*ServicePort, 0, len(svc.ClusterIPs)*len(svc.Ports))}
@@ -85,6 +84,14 @@ func (b *builder) service(s *snapshot.Snapshot, n snapshot.Name) *Service {
 	b.applyBudget(out, svc)
 	b.applySlotBudget(out, svc)
 	return out
+}
+
+// load prepares the builder for the ports of a Service.
+func (b *builder) load(s *snapshot.Snapshot, svc *snapshot.Service) {
+	b.loadSlices(s, svc)
+	b.health, b.resort = s.Health[svc.Name], b.resorts(s, svc)
+	b.schedule(svc)
+	b.starting = b.startingOf(s, svc)
 }
 
 // unique returns the ports without those of which an earlier one has the same name and protocol. The API server rejects
@@ -121,10 +128,14 @@ func (b *builder) port(
 
 		SecondChance: b.host.secondChanceOf(svc, p),
 	}
+	if sp.SecondChance != snapshot.SecondChanceOff {
+		sp.Probe = svc.Probe
+	}
 	if p.Protocol == snapshot.TCP {
 		sp.Drain = svc.Drain
 	}
 	b.collectEndpoints(p, f)
+	sp.Resort = b.toProbe(sp.Name)
 	internal := b.rows(svc, f, false)
 	var external []row
 	if len(sp.Frontends) > 1 { // all but the cluster IP

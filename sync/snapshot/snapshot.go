@@ -98,6 +98,10 @@ type Service struct {
 	NoRecords bool
 	// SecondChance is what the Service's annotation asks for.
 	SecondChance SecondChance
+	// LastResort is what the Service's annotation asks for.
+	LastResort LastResort
+	// Probe is what the annotation of a Service without a selector asks for.
+	Probe Probe
 	// Drain is how long TCP connections may last after their endpoint stopped serving, whole seconds; 0 means as long as
 	// they like.
 	Drain time.Duration

@@ -29,6 +29,8 @@ const (
 	nameRecords          = "records"
 	nameBackends         = "backends"
 	nameLocal            = "local"
+	nameLastResort       = "last-resort"
+	nameProbe            = "probe"
 )
 
 // nameWeight is the annotation of an EndpointSlice.
@@ -39,8 +41,8 @@ const annotationCiliumWeight = "service.cilium.io/weight"
 
 // annotationNames are the names that an object of a kind may have after the domain.
 var annotationNames = map[string][]string{
-	"Service": {nameBackends, nameCounters, nameDrain, nameExternalFailover, nameLocal, nameRecords, nameScheduler,
-		nameSecondChance, nameSlowStart, nameWeights, nameZoneDemand, nameZones},
+	"Service": {nameBackends, nameCounters, nameDrain, nameExternalFailover, nameLastResort, nameLocal, nameProbe,
+		nameRecords, nameScheduler, nameSecondChance, nameSlowStart, nameWeights, nameZoneDemand, nameZones},
 	"EndpointSlice": {nameWeight},
 }
 
@@ -69,6 +71,8 @@ func readServiceAnnotations(f *problemList, o *corev1.Service, s, last *snapshot
 	s.Drain = a.duration(nameDrain, 24, was.Drain)
 	s.SlowStart = a.slowStart(s, was.SlowStart)
 	s.Local = a.local(s, was.Local)
+	s.LastResort = word(&a, nameLastResort, was.LastResort, snapshot.ParseLastResort, `neither "on" nor "off"`)
+	s.Probe = a.probe(o, was.Probe)
 	a.unknown("Service")
 }
 
@@ -212,6 +216,19 @@ func (a *annotations) local(s *snapshot.Service, last string) string {
 		return ""
 	}
 	return name
+}
+
+// probe reads how a Service's endpoints are probed. The kubelet probes those that a selector chooses, by the rules of
+// their pods.
+func (a *annotations) probe(o *corev1.Service, last snapshot.Probe) snapshot.Probe {
+	p := word(a, nameProbe, last, snapshot.ParseProbe, `neither "tcp" nor "http:/path", with a path of at most 256 `+
+		`printable characters`)
+	if p.Asked && len(o.Spec.Selector) > 0 {
+		a.warn(fieldOf(annotationDomain+nameProbe),
+			"it is ignored: the Service has a selector, and the kubelet probes its pods")
+		return snapshot.Probe{}
+	}
+	return p
 }
 
 // maxLocalName is longer than the names of any namespace and any Service.

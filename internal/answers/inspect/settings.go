@@ -25,6 +25,12 @@ func settingsOf(x *dataplane.Explanation) (list []Setting) {
 		chance = "off for the whole node"
 	}
 	add(svc.SecondChance != snapshot.SecondChanceDefault, "second-chance", svc.SecondChance.String(), chance)
+	add(svc.LastResort != snapshot.LastResortDefault, "last-resort", svc.LastResort.String(), "")
+	probe := overTCP
+	if probe == "" && svc.Probe != x.Port.Probe {
+		probe = "second chance is off"
+	}
+	add(svc.Probe.Asked, "probe", svc.Probe.String(), probe)
 	add(svc.Drain > 0, "drain", units.Span(svc.Drain), overTCP)
 	failover := ""
 	switch {
