@@ -42,7 +42,8 @@ func seeds() uint64 {
 // newCluster makes a random cluster of few Services that keeps changing.
 func newCluster(r *rand.Rand) snapshottest.Cluster {
 	return snapshottest.Cluster{Rand: r,
-		Options: snapshottest.Options{Services: 4, Endpoints: 5, NodePorts: 3, Asking: true, Weights: true}}
+		Options: snapshottest.Options{Services: 4, Endpoints: 5, NodePorts: 3, Asking: true, Weights: true,
+			Backends: true}}
 }
 
 // Small tables for hashes make random walks short.
@@ -68,6 +69,7 @@ func FuzzPlanEqualsFull(f *testing.F) {
 		delta := w.Host()
 		for step := range int(steps) {
 			change, _ := planner.Apply(snap, snap.Apply(delta))
+			refuseSome(w, planner.State(), change.Services)
 			for n, left := 0, true; left; n++ {
 				txn := planSome(w, &model, planner.State(), change, int(limit))
 				if err := kernel.apply(txn); err != nil {
@@ -113,6 +115,22 @@ func FuzzPlanEqualsFull(f *testing.F) {
 			delta = w.Step()
 		}
 	})
+}
+
+// refuseSome has pools of some Services refuse a share.
+func refuseSome(w snapshottest.Cluster, s *dataplane.State, names []snapshot.Name) {
+	for _, name := range names {
+		if s.Services[name] == nil {
+			continue
+		}
+		for _, sp := range s.Services[name].Ports {
+			for _, pl := range [...]*dataplane.Pool{sp.Cluster, sp.Local} {
+				if len(pl.Endpoints) > 0 && w.IntN(3) == 0 {
+					pl.Refused = uint16(1 + w.IntN(dataplane.RefusedOf-1))
+				}
+			}
+		}
+	}
 }
 
 // planSome plans a part of a change, now and then only what goes ahead of the rest, and now and then once more.

@@ -10,13 +10,13 @@ import (
 // in the commit what the lines are for, and what they replace.
 var budget = map[string]int{
 	"cmd":              4_770,
-	"nft":              17_970,
+	"nft":              18_150,
 	"ipvsplugin":       3_280,
-	"sync":             14_340,
-	"internal/system":  7_580,
-	"internal/proxy":   26_980,
-	"internal/answers": 14_830,
-	"internal/lab":     7_280,
+	"sync":             14_850,
+	"internal/system":  7_590,
+	"internal/proxy":   26_990,
+	"internal/answers": 14_960,
+	"internal/lab":     7_300,
 }
 
 // slack is how far below its budget a wing may be before the budget has to follow.

@@ -167,14 +167,14 @@ func (c *portCompiler) compile() {
 			used[r.Pool] = used[r.Pool] || len(r.Pool.Endpoints) > 0
 		}
 	}
-	masquerade := c.internal(internal)
+	first := c.internal(internal)
 	if len(external) > 0 {
 		c.external(external)
 	}
 	var endpoints []dataplane.Endpoint
 	for _, pool := range [...]*dataplane.Pool{c.sp.Cluster, c.sp.Local} {
 		if used[pool] {
-			c.pool(pool, masquerade[pool])
+			c.pool(pool, first[pool])
 			endpoints = append(endpoints, pool.Endpoints...)
 		}
 	}
@@ -197,9 +197,9 @@ func (c *portCompiler) rule(before, text, after string) rule {
 // row adds a row for a key. Match, if any, restricts who it is for.
 func (c *portCompiler) row(list listID, k dataplane.Key, match, text, target string) {
 	before, after := keyMatch(k)
-	fallback := text == c.name+notOpen || list == filterFirewall && match == ""
+	fallback := match == "" && (list == filterFirewall || list == filterExternal && target == drop)
 	c.out.rows = append(c.out.rows, row{list, rowKey(k.Addr, k.Protocol, k.Port), fallback,
-		c.rule(match+before, text, after+target)})
+		c.rule(orderMatches(match, before), text, after+target)})
 }
 
 // poolChain names the chain that chooses from a pool.
@@ -214,22 +214,28 @@ func (c *portCompiler) poolChain(p *dataplane.Pool) string {
 func (c *portCompiler) verdict(p *dataplane.Pool) (text, target string) {
 	switch p.Empty {
 	case dataplane.Drop:
-		return c.name + " has no local endpoints", " -j DROP"
+		return c.name + " has no local endpoints", drop
 	case dataplane.Pass:
 		return c.name + " passes without local endpoints", " -j RETURN"
 	}
 	return c.name + " has no endpoints", c.reject(c.sp.Name.Protocol)
 }
 
-// internal writes the rows of cluster IPs, and gives the rules that masquerade, by the pool before which they stand.
+// internal writes the rows of cluster IPs, and gives the rules that refuse a share and that masquerade, by the pool
+// before which they stand.
 func (c *portCompiler) internal(frontends []*dataplane.Frontend) map[*dataplane.Pool][]rule {
-	masquerade := map[*dataplane.Pool][]rule{}
+	first := map[*dataplane.Pool][]rule{}
 	for _, f := range frontends {
 		pool := f.Route(dataplane.Anyone).Pool
 		if len(pool.Endpoints) == 0 {
 			text, target := c.verdict(pool)
 			c.row(filterServices, f.Key, "", text, target)
 			continue
+		}
+		before, after := keyMatch(f.Key)
+		if pool.Refused > 0 {
+			c.row(filterServices, f.Key, "", c.name+someRefused, c.reject(c.sp.Name.Protocol))
+			first[pool] = append(first[pool], c.refusedShare(before, after, pool))
 		}
 		text := c.name + " cluster IP"
 		c.row(natServices, f.Key, "", text, " -j "+c.poolChain(pool))
@@ -240,11 +246,16 @@ func (c *portCompiler) internal(frontends []*dataplane.Frontend) map[*dataplane.
 			}
 		}
 		if !none {
-			before, after := keyMatch(f.Key)
-			masquerade[pool] = append(masquerade[pool], c.rule(orderMatches(match, before), text, after+" -j "+markChain))
+			first[pool] = append(first[pool], c.rule(orderMatches(match, before), text, after+" -j "+markChain))
 		}
 	}
-	return masquerade
+	return first
+}
+
+// refusedShare leaves as many of some packets as they are as a pool refuses, for rows of the filter table to reject. It
+// stands before what marks packets, since what is marked is forwarded.
+func (c *portCompiler) refusedShare(before, after string, p *dataplane.Pool) rule {
+	return c.rule(before, c.name+someRefused, after+randomly(int(p.Refused), dataplane.RefusedOf)+" -j ACCEPT")
 }
 
 // orderMatches puts a match for pods where iptables-save has it: a source before the destination, an interface after
@@ -266,11 +277,15 @@ func (c *portCompiler) external(frontends []*dataplane.Frontend) {
 	rest := routes[len(routes)-1].Pool
 	text, target := c.verdict(rest)
 	passed, firewalled := len(rest.Endpoints) == 0 && rest.Empty == dataplane.Pass, false
+	refuses := slices.ContainsFunc(routes, func(r dataplane.Route) bool { return r.Pool.Refused > 0 })
 	for _, f := range frontends {
 		if served {
 			firewalled = c.externalRow(f) || firewalled
 		}
-		if served && f.Sources != nil && len(rest.Endpoints) == 0 && rest.Empty != dataplane.Drop &&
+		if refuses {
+			c.refusedShares(f)
+		}
+		if served && f.Sources != nil && (refuses || len(rest.Endpoints) == 0 && rest.Empty != dataplane.Drop) &&
 			len(f.Sources)*len(frontends) <= maxRefusals { // the firewall leaves them alone, so that they get their answer
 			for _, s := range f.Sources {
 				c.row(filterFirewall, f.Key, " -s "+prefixText(s), c.name+" loadbalancer IP", " -j RETURN")
@@ -284,7 +299,7 @@ func (c *portCompiler) external(frontends []*dataplane.Frontend) {
 					c.row(filterExternal, f.Key, " -s "+prefixText(s), text, target)
 				}
 			}
-			c.row(filterExternal, f.Key, "", c.name+notOpen, " -j DROP")
+			c.row(filterExternal, f.Key, "", c.name+notOpen, drop)
 		default:
 			c.row(filterExternal, f.Key, "", text, target)
 		}
@@ -294,6 +309,27 @@ func (c *portCompiler) external(frontends []*dataplane.Frontend) {
 	}
 	if firewalled {
 		c.firewall(frontends)
+	}
+}
+
+// refusedShares writes the rows that reject what a frontend's pools refuse. What other routes do not translate, and do
+// not reject either, is told apart by the sender.
+func (c *portCompiler) refusedShares(f *dataplane.Frontend) {
+	reject, text := c.reject(c.sp.Name.Protocol), c.name+someRefused
+	if rest := f.Routes[len(f.Routes)-1].Pool; len(rest.Endpoints) > 0 {
+		c.row(filterExternal, f.Key, "", text, reject)
+		return
+	}
+	for _, r := range f.Routes {
+		switch {
+		case r.Pool.Refused == 0:
+		case r.From == dataplane.Node:
+			c.row(filterExternal, f.Key, "", text, fromNode+reject)
+		default:
+			if match, none := podsMatch(c.pods, false); !none {
+				c.row(filterExternal, f.Key, match, text, reject)
+			}
+		}
 	}
 }
 
@@ -307,7 +343,7 @@ func (c *portCompiler) externalRow(f *dataplane.Frontend) (firewalled bool) {
 		c.row(natServices, f.Key, "", c.name+" loadbalancer IP", " -j "+extPrefix+c.hash)
 	case f.Kind == dataplane.LoadBalancerIP:
 		c.row(natServices, f.Key, "", c.name+" loadbalancer IP", " -j "+fwPrefix+c.hash)
-		c.row(filterFirewall, f.Key, "", c.name+" traffic not accepted by "+fwPrefix+c.hash, " -j DROP")
+		c.row(filterFirewall, f.Key, "", c.name+" traffic not accepted by "+fwPrefix+c.hash, drop)
 		return true
 	case f.Kind != dataplane.NodePort:
 		panic("iptshim: no row for a frontend of the kind " + f.Kind.String())
@@ -362,6 +398,9 @@ func (c *portCompiler) externalRules(routes []dataplane.Route) (rules []rule) {
 		case len(r.Pool.Endpoints) == 0 && i < len(routes)-1:
 			rules = append(rules, c.rule(before, text, after+" -j RETURN"))
 		case len(r.Pool.Endpoints) > 0:
+			if r.Pool.Refused > 0 {
+				rules = append(rules, c.refusedShare(before, after, r.Pool))
+			}
 			if r.SNAT {
 				rules = append(rules, c.rule(before, mark, after+" -j "+markChain))
 			}
@@ -395,8 +434,9 @@ func (c *compiler) recentMask() string {
 	return " --mask ffff:ffff:ffff:ffff:ffff:ffff:ffff:ffff --rsource"
 }
 
-// pool writes the chain that chooses an endpoint: who was here before goes where it was, all others to any of them.
-func (c *portCompiler) pool(p *dataplane.Pool, masquerade []rule) {
+// pool writes the chain that chooses an endpoint, behind other rules: who was here before goes where it was, all others
+// to any of them.
+func (c *portCompiler) pool(p *dataplane.Pool, first []rule) {
 	type choice struct {
 		text, chain string
 		share       int
@@ -407,7 +447,7 @@ func (c *portCompiler) pool(p *dataplane.Pool, masquerade []rule) {
 		left += ep.Share()
 	}
 	slices.SortFunc(choices, func(a, b choice) int { return strings.Compare(a.text, b.text) })
-	rules := masquerade
+	rules := first
 	if c.sp.Affinity > 0 {
 		seconds := strconv.Itoa(int(c.sp.Affinity / time.Second))
 		for _, ch := range choices {
@@ -418,12 +458,17 @@ func (c *portCompiler) pool(p *dataplane.Pool, masquerade []rule) {
 	for i, ch := range choices {
 		after := " -j " + ch.chain
 		if i < len(choices)-1 {
-			after = " -m statistic --mode random --probability " + probability(ch.share, left) + after
+			after = randomly(ch.share, left) + after
 		}
 		left -= ch.share
 		rules = append(rules, c.rule("", c.name+" -> "+ch.text, after))
 	}
 	c.chain(c.poolChain(p), rules)
+}
+
+// randomly matches a share of n packets.
+func randomly(share, n int) string {
+	return " -m statistic --mode random --probability " + probability(share, n)
 }
 
 // probability gives a share of n as the kernel has it, which counts in parts of 2^31, and iptables-save prints it.
@@ -452,6 +497,11 @@ const maxRefusals = 256
 
 // notOpen is said of load balancer addresses with source ranges and without endpoints.
 const notOpen = " is not open to everybody"
+
+// someRefused is said of service ports of which some backends have no endpoints, so that their share is refused.
+const someRefused = " has backends without endpoints"
+
+const drop = " -j DROP"
 
 // noSuchPort is said of cluster IPs, for the ports that the Service does not have.
 const noSuchPort = " has no such port"

@@ -45,7 +45,7 @@ func TestTraceAgreesWithExplain(t *testing.T) {
 	for seed := range uint64(60) {
 		r := rand.New(rand.NewPCG(seed, 2))
 		w, snap := snapshottest.Cluster{Rand: r, Options: snapshottest.Options{Services: 4, Endpoints: 5, NodePorts: 3,
-			Asking: true, Weights: true}}, snapshot.New()
+			Asking: true, Weights: true, Backends: true}}, snapshot.New()
 		cfg := traceConfigs[r.IntN(len(traceConfigs))]
 		delta := w.Host()
 		for range 20 {
@@ -57,11 +57,17 @@ func TestTraceAgreesWithExplain(t *testing.T) {
 			snap.Apply(snapshot.Delta{HostAddrs: &here})
 		}
 		st, _ := dataplane.Compute(cfg, snap)
+		for _, svc := range st.Services {
+			refuse(svc.Ports...)
+		}
 		replay := replayOf(t, st)
 		tables := ipfamily.Per[*TableFound]{replay.held[0].found(ipfamily.IPv4), replay.held[1].found(ipfamily.IPv6)}
 		for _, k := range keysOf(st, r) {
 			q := question(r, snap, k)
 			x, f := dataplane.Explain(cfg, snap, q), ipfamily.Of(k.Addr)
+			if x.Port != nil {
+				refuse(x.Port)
+			}
 			p := dataplane.Packet{Source: q.Source, Destination: k.Addr, Protocol: k.Protocol, Port: k.Port,
 				Interface: q.Interface}
 			w, unclear, err := tables[f].walk(replay, p, nodeOf(snap))

@@ -93,34 +93,45 @@ func (b *builder) localReady() bool {
 	return b.own > 0 && slices.ContainsFunc(b.candidates, func(c candidate) bool { return c.ahead && c.usable() })
 }
 
-// clusterFilter is the filter of the cluster pool. If no endpoint is ready anywhere, it falls back to terminating
-// endpoints and ignores hints: hints must never lead to an empty pool. Endpoints with the weight 0 do not count.
-func (b *builder) clusterFilter() endpointFilter {
+// clusterFilters are the filters of the cluster pool. If no endpoint of a group is ready anywhere, its filter falls
+// back to terminating endpoints and ignores hints: hints must never lead to an empty pool. Endpoints with the weight 0
+// do not count.
+func (b *builder) clusterFilters() filters {
 	if b.localReady() {
-		return endpointFilter{ahead: true}
+		return filters{{ahead: true}}
 	}
-	if !slices.ContainsFunc(b.candidates, func(c candidate) bool { return c.ready() && !c.drains() }) {
-		return endpointFilter{terminating: true}
+	fs := make(filters, max(len(b.groups), 1))
+	for g := range fs {
+		ready := func(c candidate) bool { return int(c.group) == g && c.ready() && !c.drains() }
+		if !slices.ContainsFunc(b.candidates, ready) {
+			fs[g] = endpointFilter{terminating: true}
+		} else {
+			fs[g] = b.topologyFilter(g)
+		}
 	}
-	return b.topologyFilter()
+	return fs
 }
 
-// localFilter is the filter of the local pool.
-func (b *builder) localFilter() endpointFilter {
+// localFilters are the filters of the local pool.
+func (b *builder) localFilters() filters {
 	if b.localReady() { // and on this node
-		return endpointFilter{ahead: true}
+		return filters{{ahead: true}}
 	}
-	ready := slices.ContainsFunc(b.candidates, func(c candidate) bool {
-		return c.local && c.ready() && !c.drains()
-	})
-	return endpointFilter{local: true, terminating: !ready}
+	fs := make(filters, max(len(b.groups), 1))
+	for g := range fs {
+		ready := slices.ContainsFunc(b.candidates, func(c candidate) bool {
+			return int(c.group) == g && c.local && c.ready() && !c.drains()
+		})
+		fs[g] = endpointFilter{local: true, terminating: !ready}
+	}
+	return fs
 }
 
-// topologyFilter returns the filter that the topology hints ask for. A kind of hint counts only if every ready endpoint
-// has one, because half-written hints would send too much traffic to a few endpoints. It must also name this node or
-// zone. Node hints take precedence. A Service that prefers near
-// endpoints ignores hints, as long as zones are known.
-func (b *builder) topologyFilter() endpointFilter {
+// topologyFilter returns the filter that the topology hints in a group ask for. A kind of hint counts only if every
+// ready endpoint has one, because half-written hints would send too much traffic to a few endpoints. It must also name
+// this node or zone. Node hints take precedence. A Service that prefers near endpoints ignores hints, as long as zones
+// are known.
+func (b *builder) topologyFilter(group int) endpointFilter {
 	if b.nearAsked && b.zonesIgnored() == "" {
 		return endpointFilter{}
 	}
@@ -128,7 +139,7 @@ func (b *builder) topologyFilter() endpointFilter {
 	allNodes, allZones, ourNode, ourZone := node != "", zone != "", false, false
 	for i := range b.candidates {
 		c := &b.candidates[i]
-		if !c.ready() || c.drains() {
+		if int(c.group) != group || !c.ready() || c.drains() {
 			continue
 		}
 		allNodes, allZones = allNodes && len(c.ForNodes) > 0, allZones && len(c.ForZones) > 0

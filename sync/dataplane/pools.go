@@ -4,7 +4,6 @@ import (
 	"cmp"
 	"net/netip"
 	"slices"
-	"strings"
 
 	"github.com/verdict-proxy/verdict/internal/system/ipfamily"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
@@ -26,6 +25,8 @@ type candidate struct {
 	ahead bool
 	// resort says that it is the last resort of a Service that has no other: it is not ready, and accepted a probe.
 	resort bool
+	// group is the backend's among those of the port; 0 if it has none.
+	group uint8
 	// parts is its share of new connections; with 0 it drains.
 	parts uint32
 	// order is the position in the slices. It decides between two entries that differ in nothing else.
@@ -62,35 +63,50 @@ func compareCandidates(a, b candidate) int {
 	if c := a.addr.Compare(b.addr); c != 0 {
 		return c
 	}
-	return cmp.Or(cmp.Compare(a.preference(), b.preference()), cmp.Compare(a.order, b.order))
+	return cmp.Or(cmp.Compare(a.group, b.group), cmp.Compare(a.preference(), b.preference()),
+		cmp.Compare(a.order, b.order))
 }
 
-// collectEndpoints fills b.candidates with the port's endpoints of one family, sorted by AddrPort and unique.
+// collectEndpoints fills b.candidates with the port's endpoints of one family, sorted by AddrPort and group, and
+// unique.
 func (b *builder) collectEndpoints(p *snapshot.Port, f ipfamily.Family) {
 	b.collectCandidates(p, f)
 	b.candidates = slices.CompactFunc(b.candidates, sameAddr)
 }
 
-func sameAddr(x, y candidate) bool { return x.addr == y.addr }
+func sameAddr(x, y candidate) bool { return x.addr == y.addr && x.group == y.group }
 
 // collectCandidates fills b.candidates with every entry for the port's endpoints of one family, up to the limit of a
-// port. Entries with the same AddrPort are adjacent, and the first one counts.
+// port. Entries with the same AddrPort are adjacent, and the first one of a group counts.
 func (b *builder) collectCandidates(p *snapshot.Port, f ipfamily.Family) {
 	b.candidates = b.candidates[:0]
-	if b.index != nil {
+	switch {
+	case b.backends != nil:
+		b.addGroups(p, f)
+	case b.index != nil:
 		for _, at := range b.index[portKey{p.Name, p.Protocol}] {
 			b.addCandidates(at, f)
 		}
-	} else {
-		for i, sl := range b.slices {
-			for _, sp := range sl.Ports {
-				if sp.Name == p.Name && sp.Protocol == p.Protocol {
-					b.addCandidates(slicePort{sl, sp.Port, i < b.own}, f)
-				}
+	default:
+		b.addNamed(b.slices, b.own, p.Name, p.Protocol, f)
+	}
+	slices.SortFunc(b.candidates, compareCandidates)
+	if len(b.groups) > 1 {
+		b.agreeOnNodes()
+	}
+}
+
+// addNamed adds the endpoints of those slices that have a port. The first ones, so many, are Local's.
+func (b *builder) addNamed(
+	of []*snapshot.Slice, ahead int, name string, protocol snapshot.Protocol, f ipfamily.Family,
+) {
+	for i, sl := range of {
+		for _, sp := range sl.Ports {
+			if sp.Name == name && sp.Protocol == protocol {
+				b.addCandidates(slicePort{sl, sp.Port, i < ahead}, f)
 			}
 		}
 	}
-	slices.SortFunc(b.candidates, compareCandidates)
 }
 
 // addCandidates adds the endpoints of a slice until the limit is reached; of Local only those on this node.
@@ -153,21 +169,25 @@ func (b *builder) fillPools(sp *ServicePort, wantCluster, wantLocal bool) {
 
 // clusterSet is every ready endpoint of Local on this node, or else every ready endpoint that the topology hints assign
 // to this node, or else every terminating endpoint that still serves.
-func (b *builder) clusterSet() *Pool { return b.poolOf(b.clusterFilter()) }
+func (b *builder) clusterSet() *Pool { return b.poolOf(b.clusterFilters()) }
 
 // localSet is every ready endpoint on this node, or else every terminating endpoint on this node that still serves. It
 // ignores hints.
 func (b *builder) localSet() *Pool {
-	pool := b.poolOf(b.localFilter())
-	if len(pool.Endpoints) == 0 && slices.ContainsFunc(b.candidates, func(c candidate) bool { return c.usable() }) {
+	pool := b.poolOf(b.localFilters())
+	usable := func(c candidate) bool { return c.usable() }
+	if len(pool.Endpoints) == 0 && slices.ContainsFunc(b.candidates, usable) {
 		return poolNoLocalEndpoints
 	}
 	return pool
 }
 
-// poolOf returns the pool that a filter selects.
-func (b *builder) poolOf(filter endpointFilter) *Pool {
-	endpoints := b.endpointsWhere(func(c *candidate) bool { return filter.decide(c).Included() })
+// poolOf returns the pool that filters select.
+func (b *builder) poolOf(fs filters) *Pool {
+	if b.backends != nil {
+		return b.merged(fs)
+	}
+	endpoints := b.endpointsWhere(func(c *candidate) bool { return fs.decide(c).Included() })
 	if len(endpoints) == 0 {
 		return poolNoEndpoints
 	}
@@ -196,9 +216,10 @@ func (b *builder) serving(sp *ServicePort) {
 // servingIn returns every endpoint that serves. If a pool holds them all, as is usual, it returns that pool's list.
 func (b *builder) servingIn(serves func(*candidate) bool, pools ...*Pool) []Endpoint {
 	n := 0
+	var last netip.AddrPort // of several in a row, since groups may have the same
 	for i := range b.candidates {
-		if serves(&b.candidates[i]) {
-			n++
+		if c := &b.candidates[i]; serves(c) && c.addr != last {
+			n, last = n+1, c.addr
 		}
 	}
 	for _, p := range pools {
@@ -206,7 +227,8 @@ func (b *builder) servingIn(serves func(*candidate) bool, pools ...*Pool) []Endp
 			return p.Endpoints
 		}
 	}
-	return b.endpointsWhere(serves)
+	same := func(x, y Endpoint) bool { return x.AddrPort == y.AddrPort }
+	return slices.CompactFunc(b.endpointsWhere(serves), same)
 }
 
 // endpointsWhere returns the selected candidates without weights, and sets b.parts to their shares; nil if there are
@@ -261,9 +283,9 @@ func (b *builder) loadSlices(s *snapshot.Snapshot, svc *snapshot.Service) {
 	b.slices, b.index, b.overCapacity = b.slices[:0], nil, false
 	b.maxPerPort = max(maxEndpoints/max(len(svc.Ports), 1), 1)
 	local, _ := s.LocalOf(svc)
-	b.appendSlices(local)
+	b.slices = sortedSlices(b.slices, local)
 	b.own = len(b.slices)
-	b.appendSlices(s.Slices[svc.Name])
+	b.slices = sortedSlices(b.slices, s.Slices[svc.Name])
 	ports := 0
 	for i, sl := range b.slices {
 		if ports += len(sl.Ports); ports > maxSlicePorts {
@@ -274,15 +296,6 @@ func (b *builder) loadSlices(s *snapshot.Snapshot, svc *snapshot.Service) {
 	if ports > fewSlicePorts && len(svc.Ports) > 1 {
 		b.indexPorts()
 	}
-}
-
-// appendSlices appends slices ordered by name, so that the answer never depends on the order of a Go map.
-func (b *builder) appendSlices(of map[string]*snapshot.Slice) {
-	from := len(b.slices)
-	for _, sl := range of {
-		b.slices = append(b.slices, sl)
-	}
-	slices.SortFunc(b.slices[from:], func(x, y *snapshot.Slice) int { return strings.Compare(x.Name.Name, y.Name.Name) })
 }
 
 // indexPorts fills b.index.

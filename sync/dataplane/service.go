@@ -24,6 +24,16 @@ type builder struct {
 	// maxPerPort is how many endpoints a port may have; overCapacity says that the Service has more.
 	maxPerPort   int
 	overCapacity bool
+	// in is the snapshot, and backends are the Service's: nil if its own slices serve it. backings are those that were
+	// asked for since refer. groups are the backends of the port whose endpoints were collected.
+	in       *snapshot.Snapshot
+	backends *snapshot.Backends
+	backings map[snapshot.Name]*backing
+	groups   []group
+	// referred records to how many endpoints all Services refer. tooFar says that the Service refers to too many: it has
+	// none then.
+	referred budget
+	tooFar   bool
 	// health is what this node found out about the Service's endpoints; nil if none is unhealthy.
 	health *snapshot.Health
 	// resort says that the Service has no usable endpoint anywhere, and is to use its last resort.
@@ -59,7 +69,7 @@ func (b *builder) service(s *snapshot.Snapshot, n snapshot.Name) *Service {
 		b.forget(n)
 		return nil
 	}
-	b.load(s, svc)
+	b.prepare(s, svc)
 	b.others = nil
 	out := &Service{Name: n, Age: svc.Age, ClusterIPs: svc.ClusterIPs, HealthCheckNodePort: svc.HealthCheckNodePort,
 		Counters: svc.Counters,
@@ -79,16 +89,16 @@ func (b *builder) service(s *snapshot.Snapshot, n snapshot.Name) *Service {
 		b.forget(n)
 		return nil
 	}
-	out.OverCapacity = b.overCapacity
+	out.OverCapacity = b.overCapacity || b.tooFar
 	b.edge(out)
 	b.applyBudget(out, svc)
 	b.applySlotBudget(out, svc)
 	return out
 }
 
-// load prepares the builder for the ports of a Service.
-func (b *builder) load(s *snapshot.Snapshot, svc *snapshot.Service) {
-	b.loadSlices(s, svc)
+// prepare makes the builder ready for the ports of a Service.
+func (b *builder) prepare(s *snapshot.Snapshot, svc *snapshot.Service) {
+	b.load(s, svc)
 	b.health, b.resort = s.Health[svc.Name], b.resorts(s, svc)
 	b.schedule(svc)
 	b.starting = b.startingOf(s, svc)

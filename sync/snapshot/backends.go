@@ -2,6 +2,7 @@ package snapshot
 
 import (
 	"iter"
+	"maps"
 	"slices"
 )
 
@@ -94,4 +95,22 @@ func (s *Snapshot) PortOf(b *Backend, p Protocol) (name, refused string) {
 		}
 	}
 	return "", "the Service has no such port of this protocol"
+}
+
+// SlicesOf returns the slices of which endpoints may serve a Service, each once, in no order: its own, or those of its
+// backends.
+func (s *Snapshot) SlicesOf(n Name) []*Slice {
+	svc := s.Services[n]
+	if svc == nil || svc.Backends == nil {
+		return slices.Collect(maps.Values(s.Slices[n]))
+	}
+	var list []*Slice
+	seen := map[Name]bool{}
+	for to := range svc.Backends.Each() {
+		if to.Refused == "" && !seen[to.Service] {
+			seen[to.Service] = true
+			list = slices.AppendSeq(list, maps.Values(s.Slices[to.Service]))
+		}
+	}
+	return list
 }

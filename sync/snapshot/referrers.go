@@ -74,32 +74,38 @@ func (r referrers) set(ref reference, by referrer, refers bool, touched map[Name
 	}
 }
 
-// addTo adds those that refer to touched Services to these. Nobody follows a reference further: what a Service refers
-// to counts with its own slices alone.
-func (r referrers) addTo(touched map[Name]struct{}) {
-	if len(r) == 0 {
-		return
-	}
-	var more []referrer
-	for n := range touched {
-		local := r[reference{n, true}]
-		more = append(append(more, local[:min(len(local), maxLocal)]...), r[reference{to: n}]...)
-	}
-	for _, by := range more {
-		touched[by.name] = struct{}{}
-	}
-}
-
-// Referrers ranges over the names of the Services whose Backends name a Service, the oldest first.
-func (s *Snapshot) Referrers(n Name) iter.Seq[Name] {
+// to ranges over the names of the Services that a change of one concerns, too, the oldest of each kind first. Nobody
+// follows a reference further: what a Service refers to counts with its own slices alone.
+func (r referrers) to(n Name) iter.Seq[Name] {
 	return func(yield func(Name) bool) {
-		for _, by := range s.referrers[reference{to: n}] {
-			if !yield(by.name) {
-				return
+		local := r[reference{n, true}]
+		for _, list := range [...][]referrer{local[:min(len(local), maxLocal)], r[reference{to: n}]} {
+			for _, by := range list {
+				if !yield(by.name) {
+					return
+				}
 			}
 		}
 	}
 }
+
+// addTo adds those that refer to touched Services to these.
+func (r referrers) addTo(touched map[Name]struct{}) {
+	if len(r) == 0 {
+		return
+	}
+	var more []Name
+	for n := range touched {
+		more = slices.AppendSeq(more, r.to(n))
+	}
+	for _, n := range more {
+		touched[n] = struct{}{}
+	}
+}
+
+// Referrers ranges over the names of the Services that are concerned by a change of one, since it is their Local or one
+// of their Backends.
+func (s *Snapshot) Referrers(n Name) iter.Seq[Name] { return s.referrers.to(n) }
 
 // LocalOf returns the slices of a Service's Local; nil if it has none. It is not ok if others, older ones, have the
 // same Local, as many as may have it.
