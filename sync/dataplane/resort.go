@@ -44,7 +44,7 @@ func (b *builder) isResort(c *candidate) bool {
 // toProbe returns the endpoints of the port whose endpoints were collected that are to be probed as its last resort. If
 // there are too many, each node takes others.
 func (b *builder) toProbe(name PortName) (list []netip.AddrPort) {
-	if !b.resort || name.Protocol != snapshot.TCP {
+	if !b.resort || name.Protocol != snapshot.TCP || b.localReady() {
 		return nil
 	}
 	for i := range b.candidates {

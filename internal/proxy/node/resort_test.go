@@ -7,6 +7,7 @@ import (
 	"os"
 	"path/filepath"
 	"strings"
+	"sync"
 	"sync/atomic"
 	"testing"
 	"time"
@@ -62,8 +63,42 @@ func (n *probingNode) are(conditions ...string) {
 
 func remotePods(c *lab.Cluster) []*lab.Host { return c.RemotePods }
 
-// reaches waits until ten connections in a row were answered at once by one host, and says how many failed before.
-func (n *probingNode) reaches(what, name string) (failed int) {
+// knocks has clients connect all the time, until stop is called. That says how many did, how many failed, and the time
+// from the first failure to the last one.
+func (n *probingNode) knocks() (stop func() (dials, failed int, gap time.Duration)) {
+	var mu sync.Mutex
+	var all sync.WaitGroup
+	var first, last time.Time
+	dials, failed, done := 0, 0, make(chan struct{})
+	for range 4 {
+		all.Go(func() {
+			for {
+				select {
+				case <-done:
+					return
+				default:
+				}
+				r := n.Pods[0].Dial(snapshot.TCP, n.web(ipfamily.IPv4), lab.Options{Timeout: dialTimeout})
+				mu.Lock()
+				if dials++; r.Outcome != lab.Answered {
+					if last = time.Now(); failed == 0 {
+						first = last
+					}
+					failed++
+				}
+				mu.Unlock()
+			}
+		})
+	}
+	return func() (int, int, time.Duration) {
+		close(done)
+		all.Wait()
+		return dials, failed, last.Sub(first)
+	}
+}
+
+// reaches waits until ten connections in a row were answered at once by one host.
+func (n *probingNode) reaches(what, name string) {
 	n.t.Helper()
 	row := 0
 	testkit.Eventually(n.t, 60*time.Second, what, func() bool {
@@ -71,12 +106,8 @@ func (n *probingNode) reaches(what, name string) (failed int) {
 		if row++; r.Endpoint != name || r.Latency > 900*time.Millisecond {
 			row = 0
 		}
-		if r.Outcome != lab.Answered {
-			failed++
-		}
 		return row == 10
 	}, n.log.String)
-	return failed
 }
 
 // ejects waits until an endpoint is ejected.
@@ -105,10 +136,14 @@ func TestLastResort(t *testing.T) {
 			labtest.Check(t, err)
 			n.are("ready: true", "ready: false")
 			n.reaches("the ready one", "remote-1")
-			start := time.Now()
+			stop := n.knocks()
 			n.are("ready: false", "ready: false")
-			failed := n.reaches("the one that answers", "remote-1")
-			t.Logf("%d connections failed until the last resort was used; all in %v", failed, time.Since(start))
+			n.reaches("the one that answers", "remote-1")
+			dials, failed, gap := stop()
+			t.Logf("%d of %d connections failed, within %v", failed, dials, gap)
+			if failed == dials || gap > 20*time.Second {
+				t.Errorf("%d of %d connections failed, within %v", failed, dials, gap)
+			}
 			if v := n.metric("verdict_last_resort_endpoints"); v != 1 {
 				t.Errorf("%v endpoints are a last resort", v)
 			}
