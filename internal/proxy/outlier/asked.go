@@ -99,8 +99,8 @@ func (m *machine) ask(now time.Time, k trackKey, why asks) *track {
 	switch {
 	case why == asResort:
 		t.state, t.judged, t.since, t.due, t.pause = unhealthy, now, now, now, recoverFirst/2
-		if m.answers.of[k.endpoint] == nil { // nobody here used it, as on most nodes, which are not to probe it all at once
-			t.due = now.Add(rand.N(askSpread))
+		if m.answers.of[k.endpoint] == nil && now.Sub(m.began) >= askSpread {
+			t.due = now.Add(rand.N(askSpread)) // nobody here used it, as on most nodes
 		}
 		t.probing, t.penalty, t.flush = false, 0, flush{}
 	case t.state == cleared && t.due.IsZero():

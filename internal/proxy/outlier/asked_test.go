@@ -131,6 +131,11 @@ func TestResorts(t *testing.T) {
 		if s := w.detector.Stats(); s.LastResort != 1 || s.LastResorts != 1 || s.Unhealthy != [2]int{} {
 			t.Errorf("%+v", s)
 		}
+		w.mu.Lock()
+		delete(w.health, shop) // as when the Service is deleted and made again at once
+		w.mu.Unlock()
+		time.Sleep(askEvery)
+		w.want("told again", 1)
 		w.set(1, Rejected)
 		w.set(2, Accepted)
 		time.Sleep(20 * time.Second)
@@ -164,7 +169,9 @@ func TestManyAsk(t *testing.T) {
 			sp.Name.Service.Name += strings.Repeat("x", i)
 			for n := range dataplane.MaxResort {
 				e := netip.AddrPortFrom(netip.AddrFrom4([4]byte{10, 99, byte(i), byte(n)}), 80)
+				w.mu.Lock()
 				w.outcomes[e] = Silent
+				w.mu.Unlock()
 				sp.Resort = append(sp.Resort, e)
 			}
 			w.detector.Listener().Committed(reconcile.Commit{Before: []*dataplane.Service{nil},

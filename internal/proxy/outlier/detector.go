@@ -116,12 +116,14 @@ func New(o Options) *Detector {
 	if o.LastResort == nil {
 		o.LastResort = func(snapshot.Name, netip.AddrPort) {}
 	}
-	return &Detector{
+	d := &Detector{
 		o: o, wake: make(chan struct{}, 1), inbox: map[snapshot.Name]*dataplane.Service{},
 		services: services{byName: map[snapshot.Name]*dataplane.Service{}}, machine: newMachine(),
 		put: map[snapshot.Name]*snapshot.Health{}, last: map[seen]dataplane.Evidence{},
 		probed: make(chan probed), flushed: make(chan flushed),
 	}
+	d.machine.began = time.Now()
+	return d
 }
 
 // Listener returns what the loop must call.
@@ -450,7 +452,7 @@ func (d *Detector) recordProbe(p probed) {
 	switch {
 	case d.machine.found(now, p.trackKey, p.outcome):
 		d.changed(now, t)
-	case t != nil && t.state == unhealthy:
+	case t != nil && (t.state == unhealthy || t.asks == asResort):
 		d.repeat(t)
 	}
 }

@@ -146,6 +146,8 @@ type machine struct {
 	// asked counts those whose probes somebody asks for, of each namespace, and askedAll of all.
 	asked    map[string]int
 	askedAll int
+	// began is when the process began to look: just then, it knows nothing of what clients use.
+	began time.Time
 	// answers is the history of all endpoints, whichever Services they have.
 	answers history
 }
