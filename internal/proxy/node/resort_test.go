@@ -261,3 +261,39 @@ func TestProbedByHTTP(t *testing.T) {
 	status.Store(http.StatusNoContent)
 	testkit.Eventually(t, 30*time.Second, "the return", func() bool { return ask(8)["remote-1"] > 0 }, n.log.String)
 }
+
+// TestProbesHarmNobody: a policy that forbids this node what it allows clients has nothing ejected, and if all
+// endpoints are dead, half of them stay.
+func TestProbesHarmNobody(t *testing.T) {
+	t.Parallel()
+	n := newProbingNode(t, "verdict/probe: tcp", remotePods)
+	for _, pod := range n.RemotePods {
+		_, err := pod.Serve(snapshot.TCP, 8080)
+		labtest.Check(t, err)
+	}
+	n.dial(n.Pods[0], ipfamily.IPv4, 32) // both are in use
+	for _, pod := range n.RemotePods {
+		n.firewall(pod, fmt.Sprintf("ip saddr %v accept", n.Pods[0].IP(ipfamily.IPv4)), "meta l4proto tcp drop")
+	}
+	stop := n.knocks()
+	testkit.Eventually(t, 60*time.Second, "probes that a policy drops", func() bool {
+		return n.metric(`verdict_probes_total{result="silent"}`) >= 6
+	}, n.log.String)
+	if dials, failed, _ := stop(); failed > 0 {
+		t.Errorf("%d of %d connections failed", failed, dials)
+	}
+	if v := n.metric("verdict_ejections_total"); v > 0 {
+		t.Errorf("%v ejections", v)
+	}
+	for _, pod := range n.RemotePods {
+		n.firewall(pod, "meta l4proto tcp drop")
+	}
+	n.ejects()
+	probes := n.metric("verdict_probes_total")
+	testkit.Eventually(t, 60*time.Second, "more probes", func() bool {
+		return n.metric("verdict_probes_total") >= probes+4
+	}, n.log.String)
+	if v := n.metric("verdict_endpoints_ejected"); v != 1 {
+		t.Errorf("%v of two endpoints are ejected", v)
+	}
+}
