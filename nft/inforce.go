@@ -125,6 +125,8 @@ func (e *Element) Health(slot *Element) (h dataplane.EndpointHealth, ok bool) {
 	case snapshot.Unanswered.String():
 	case snapshot.Refused.String():
 		h.Cause = snapshot.Refused
+	case snapshot.Resort.String():
+		h.Cause = snapshot.Resort
 	default:
 		return h, false
 	}

@@ -25,7 +25,8 @@ func TestUnhealthyEndpoints(t *testing.T) {
 		pool := st.Services[name].Ports[0].Cluster
 		pool.Ejected = []snapshot.Unhealthy{{Endpoint: netip.MustParseAddrPort("10.0.0.9:8080"), Cause: snapshot.Refused,
 			Since: at.Add(500 * time.Millisecond)}}
-		pool.Kept = []snapshot.Unhealthy{{Endpoint: pool.Endpoints[0].AddrPort, Since: at.Add(time.Hour)}}
+		pool.Kept = []snapshot.Unhealthy{{Endpoint: pool.Endpoints[0].AddrPort, Since: at.Add(time.Hour)},
+			{Endpoint: pool.Endpoints[1].AddrPort, Cause: snapshot.Resort, Since: at}}
 		st.Settings = []string{"second-chance=on", "ping-services=true"}
 
 		var m Model
@@ -56,7 +57,7 @@ func TestUnhealthyEndpoints(t *testing.T) {
 		}
 		slices.SortFunc(got, func(a, b dataplane.EndpointHealth) int { return a.Endpoint.Compare(b.Endpoint) })
 		var want []dataplane.EndpointHealth
-		for i, u := range []snapshot.Unhealthy{pool.Ejected[0], pool.Kept[0]} {
+		for i, u := range []snapshot.Unhealthy{pool.Ejected[0], pool.Kept[0], pool.Kept[1]} {
 			u.Since = u.Since.Truncate(time.Second)
 			// Of the longest names, the slot has no port either.
 			port, _ := dataplane.ParsePortName(commentOf(name.String()+":a"), snapshot.TCP)

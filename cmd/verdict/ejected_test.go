@@ -173,6 +173,54 @@ func TestEjectionIsTold(t *testing.T) {
 	}
 }
 
+// TestLastResortIsTold: explain, diff, verify and the kernel say the same of a last resort.
+func TestLastResortIsTold(t *testing.T) {
+	e := &ejecting{t: t, Cluster: labtest.NewCluster(t, lab.Config{LocalPods: 1, RemotePods: 2}), dir: t.TempDir(),
+		flags: []string{"--last-resort=on", "--healthz-bind-address="}}
+	_, err := e.RemotePods[1].Serve(snapshot.TCP, 8080)
+	labtest.Check(t, err)
+	const four = ipfamily.IPv4
+	answers := e.RemotePods[1].IP(four)
+	text := fmt.Sprintf(ejectingObjects, e.frontend().Addr(), e.dead(), answers, e.Node.IP(four))
+	text = strings.ReplaceAll(text, "ready: true", "ready: false")
+	labtest.Check(t, os.WriteFile(filepath.Join(e.dir, "web.yaml"), []byte(text), 0o644))
+	e.start()
+	testkit.Eventually(t, patience, "the last resort", func() bool {
+		return strings.Contains(e.said(), "a last resort is used")
+	}, e.said)
+	from := []string{"--from", e.dir, "--hostname-override=node"}
+	told := fmt.Sprintf(`%s:8080 of shop/web, last-resort since \S+, by this node`, answers)
+	packet := []string{"explain", e.Pods[0].IP(four).String(), e.frontend().String() + "/tcp", "--live"}
+	for _, c := range []struct {
+		args []string
+		says []string
+	}{
+		{append(packet, from...), []string{"does the same", `last-resort since \S+: not ready, but it accepts probes`,
+			fmt.Sprintf(`%s:8080 .*not known to accept a probe`, e.dead()), told}},
+		{packet, []string{`last-resort since \S+: not ready, but it accepts probes`}},
+		{append([]string{"diff"}, from...), []string{"(?m)^same: ", "# not ready: " + told}},
+		{append([]string{"verify"}, from...), []string{"right: ", "# not ready: " + told}},
+	} {
+		out, status := e.verdict(c.args...)
+		for _, want := range c.says {
+			if !regexp.MustCompile(want).MatchString(out) {
+				t.Errorf("%v does not say %q:\n%s", c.args, want, out)
+			}
+		}
+		if status != 0 {
+			t.Errorf("%v: status %d\n%s", c.args, status, out)
+		}
+	}
+	labtest.Check(t, e.Node.Do(func() error {
+		out, _ := command("status") // an error, as no server is there
+		want := fmt.Sprintf(`not ready +%s:8080 of shop/web:http, last-resort since `, answers)
+		if !regexp.MustCompile(want).MatchString(out) {
+			t.Errorf("status:\n%s", out)
+		}
+		return nil
+	}))
+}
+
 // checkStatus: status tells of the ejection by the proxy's answer or, if there is none, by the kernel; the log has it,
 // too.
 func (e *ejecting) checkStatus(answers bool) {

@@ -93,10 +93,10 @@ func (b *builder) refer(s *snapshot.Snapshot, names []snapshot.Name) (flipped []
 func (b *builder) load(s *snapshot.Snapshot, svc *snapshot.Service) {
 	b.in, b.backends, b.groups, b.tooFar = s, svc.Backends, b.groups[:0], false
 	if svc.Backends == nil {
-		b.loadSlices(svc, s.Slices[svc.Name])
+		b.loadSlices(s, svc)
 		return
 	}
-	b.slices, b.index, b.overCapacity, b.maxPerPort = b.slices[:0], nil, false, maxEndpoints
+	b.slices, b.own, b.index, b.overCapacity, b.maxPerPort = b.slices[:0], 0, nil, false, maxEndpoints
 	b.tooFar = b.referred.rejects(svc.Name)
 }
 
@@ -124,7 +124,7 @@ func (b *builder) addGroups(p *snapshot.Port, f ipfamily.Family) {
 			g.slices = b.backingOf(g.Service).slices
 		}
 		before := len(b.candidates)
-		b.addNamed(g.slices, g.port, p.Protocol, f)
+		b.addNamed(g.slices, 0, g.port, p.Protocol, f)
 		for j := before; j < len(b.candidates); j++ {
 			c := &b.candidates[j]
 			if c.group = uint8(i); g.Weight == 0 {

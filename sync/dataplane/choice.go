@@ -5,12 +5,14 @@ import "slices"
 // Reason says why an endpoint is in a pool, or why not.
 type Reason uint8
 
-// The reasons. The first two mean that the endpoint is in the pool.
+// The reasons. The first three mean that the endpoint is in the pool.
 const (
 	// IncludedReady: it is ready.
 	IncludedReady Reason = iota
 	// IncludedTerminating: it still serves while it terminates, and no endpoint is ready.
 	IncludedTerminating
+	// IncludedResort: it is not ready, but accepts probes of this node, and the Service has no other endpoint.
+	IncludedResort
 	// ExcludedNotReady: it is not ready.
 	ExcludedNotReady
 	// ExcludedNotServing: it terminates and no longer serves.
@@ -33,24 +35,28 @@ const (
 	ExcludedDrained
 	// ExcludedOtherZone: the Service prefers near endpoints, and other endpoints get all connections of this node.
 	ExcludedOtherZone
+	// ExcludedBehind: the Service's Local has ready endpoints on this node.
+	ExcludedBehind
 )
 
 var reasonNames = [...]string{
-	"ready", "terminating", "not-ready", "not-serving", "terminating", "other-node", "node-hint", "zone-hint", "repeated",
-	"unanswered", "refused", "weight-0", "other-zone",
+	"ready", "terminating", "last-resort", "not-ready", "not-serving", "terminating", "other-node", "node-hint",
+	"zone-hint", "repeated", "unanswered", "refused", "weight-0", "other-zone", "local",
 }
 
 // String returns a word for the reason. It does not say whether the endpoint is in the pool.
 func (r Reason) String() string { return reasonNames[r] }
 
 // Included reports whether the endpoint is in the pool.
-func (r Reason) Included() bool { return r <= IncludedTerminating }
+func (r Reason) Included() bool { return r <= IncludedResort }
 
 // endpointFilter selects which candidates are in a pool.
 type endpointFilter struct {
 	// local selects only endpoints on this node. terminating selects endpoints that serve while they terminate, because
 	// none is ready.
 	local, terminating bool
+	// ahead selects only endpoints of the Service's Local, which has ready ones here.
+	ahead bool
 	// byNode and byZone select only endpoints whose hints name this node or this zone. At most one of them is set.
 	byNode, byZone string
 }
@@ -58,11 +64,15 @@ type endpointFilter struct {
 // decide returns whether a candidate is in the pool, and why.
 func (ch *endpointFilter) decide(c *candidate) Reason {
 	switch {
+	case ch.ahead && !c.ahead:
+		return ExcludedBehind
 	case ch.local && !c.local:
 		return ExcludedOtherNode
 	case c.drains() && (c.ready() || ch.terminating && c.terminating()):
 		return ExcludedDrained
-	case ch.terminating && c.terminating():
+	case c.resort:
+		return IncludedResort
+	case ch.terminating && c.terminating() && !c.ahead:
 		return IncludedTerminating
 	case c.terminating() && !c.ready():
 		return ExcludedTerminating
@@ -78,10 +88,18 @@ func (ch *endpointFilter) decide(c *candidate) Reason {
 	return IncludedReady
 }
 
+// localReady says whether the Service's Local has a ready endpoint on this node.
+func (b *builder) localReady() bool {
+	return b.own > 0 && slices.ContainsFunc(b.candidates, func(c candidate) bool { return c.ahead && c.usable() })
+}
+
 // clusterFilters are the filters of the cluster pool. If no endpoint of a group is ready anywhere, its filter falls
 // back to terminating endpoints and ignores hints: hints must never lead to an empty pool. Endpoints with the weight 0
 // do not count.
 func (b *builder) clusterFilters() filters {
+	if b.localReady() {
+		return filters{{ahead: true}}
+	}
 	fs := make(filters, max(len(b.groups), 1))
 	for g := range fs {
 		ready := func(c candidate) bool { return int(c.group) == g && c.ready() && !c.drains() }
@@ -96,6 +114,9 @@ func (b *builder) clusterFilters() filters {
 
 // localFilters are the filters of the local pool.
 func (b *builder) localFilters() filters {
+	if b.localReady() { // and on this node
+		return filters{{ahead: true}}
+	}
 	fs := make(filters, max(len(b.groups), 1))
 	for g := range fs {
 		ready := slices.ContainsFunc(b.candidates, func(c candidate) bool {

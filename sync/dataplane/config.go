@@ -32,6 +32,9 @@ type Config struct {
 	// themselves. SecondChanceDefault is SecondChanceOff, and off holds for all Services, whatever they say: then no
 	// evidence is gathered.
 	SecondChance snapshot.SecondChance
+	// LastResort uses endpoints that are not ready and answer this node, for Services that have no other and do not say
+	// it themselves.
+	LastResort bool
 	// PingServices makes addresses of Services answer a ping: cluster IPs and load balancer addresses.
 	PingServices bool
 	// RejectUnusedPorts rejects packets from outside to ports of load balancer addresses that no Service has.

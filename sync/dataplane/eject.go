@@ -27,7 +27,7 @@ func (b *builder) eject(p *Pool, most int) {
 	}
 	for _, e := range p.Endpoints {
 		switch u := b.unhealthy(e.AddrPort); {
-		case u == nil:
+		case u == nil || u.Cause == snapshot.Resort: // which does not matter where others are ready
 		case u.Doubtful:
 			p.Kept = append(p.Kept, *u)
 		default:

@@ -21,8 +21,11 @@ func sick(text string) *snapshot.Health {
 		var since int64
 		fmt.Sscan(what[1:], &since)
 		u := snapshot.Unhealthy{Endpoint: netip.AddrPortFrom(addr("10.244.9."+number), 8080), Since: time.Unix(since, 0)}
-		if what[0] == 'r' {
+		switch what[0] {
+		case 'r':
 			u.Cause = snapshot.Refused
+		case 'l':
+			u.Cause = snapshot.Resort
 		}
 		h.Unhealthy = append(h.Unhealthy, u)
 	}

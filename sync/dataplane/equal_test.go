@@ -18,8 +18,8 @@ func TestEqual(t *testing.T) {
 	testkit.Compares(t, (*host).equal, "loopback", "records", "settings") // which follow, or matter to no Service
 	testkit.Compares(t, (*Service).sameClaims, "Name", "ClusterIPs", "SilentClusterIPs", "PingableIPs",
 		"LoadBalancerIPs", "HealthCheckNodePort", "OverCapacity", "Counters", "Ports[].Hash",
-		"Ports[].Affinity", "Ports[].Cluster", "Ports[].Local", "Ports[].Serving", "Ports[].Scheduling",
-		"Ports[].SecondChance", "Ports[].Drain", "Ports[].Rebalance",
+		"Ports[].Affinity", "Ports[].Cluster", "Ports[].Local", "Ports[].Serving", "Ports[].Finishing", "Ports[].Scheduling",
+		"Ports[].SecondChance", "Ports[].Probe", "Ports[].Resort", "Ports[].Drain", "Ports[].Rebalance",
 		"Ports[].Frontends[].NotScheduled", "Ports[].Frontends[].Routes", "Ports[].Frontends[].Sources")
 }
 

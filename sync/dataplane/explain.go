@@ -116,6 +116,10 @@ type Explanation struct {
 	// endpoints on this node.
 	Row   int
 	Local []bool
+	// Resort says that the Service has no usable endpoint, and is to use its last resort.
+	Resort bool
+	// LocalCounts says that the Object's Local counts.
+	LocalCounts bool
 	// Endpoints are all entries in the slices for the port in this family, sorted by address. SkippedSlices are the slices
 	// that contribute none.
 	Endpoints     []EndpointDecision
@@ -158,8 +162,8 @@ type EndpointDecision struct {
 	Reason     Reason
 	SourceSeen SourceSeen
 	// Unhealthy is what this node found out about the endpoint, if its pool would have it and the Port's SecondChance is
-	// not off; otherwise nil. An endpoint that is Included nevertheless is kept: SecondChance only observes, or as many
-	// as allowed are ejected already.
+	// not off, or if it is the last resort; otherwise nil. An endpoint that is Included nevertheless is kept:
+	// SecondChance only observes, or as many as allowed are ejected already.
 	Unhealthy *snapshot.Unhealthy
 	// Nowhere says that the endpoint is Included although its address is one of Services. Nobody answers there: a
 	// connection is translated once. Owner is the Service that has it as its cluster IP; the zero Name if none has.
@@ -297,7 +301,7 @@ func (e *explainer) fillBudget() {
 
 // asks reports whether a Service may ask something of the budgets.
 func (e *explainer) asks(n snapshot.Name, svc *snapshot.Service) bool {
-	if svc.Scheduling != nil || svc.Backends != nil || e.s.Starting[n] != nil {
+	if svc.Scheduling != nil || svc.Backends != nil || svc.Local != "" || e.s.Starting[n] != nil {
 		return true
 	}
 	for _, sl := range e.s.Slices[n] {
@@ -434,10 +438,9 @@ func (e *explainer) endpoints() {
 	p := &svc.Ports[slices.IndexFunc(svc.Ports, func(p snapshot.Port) bool {
 		return p.Name == name.Port && p.Protocol == name.Protocol
 	})]
-	e.load(e.s, svc)
-	e.health = e.s.Health[name.Service]
-	e.schedule(svc)
-	e.starting = e.startingOf(e.s, svc)
+	_, x.LocalCounts = e.s.LocalOf(svc)
+	e.prepare(e.s, svc)
+	x.Resort = e.resort
 	e.collectEndpoints(p, f)
 	for _, r := range e.rows(svc, f, x.Frontend.Kind != ClusterIP) {
 		x.Local = append(x.Local, r.pool != clusterPool)
@@ -535,6 +538,10 @@ func (e *explainer) endpointIn(pool *Pool, c *candidate) Endpoint {
 
 // judgeHealth excludes an endpoint that was ejected from the pool.
 func (e *explainer) judgeHealth(con *EndpointDecision, pool *Pool) {
+	if con.Reason == IncludedResort {
+		con.Unhealthy = e.unhealthy(con.AddrPort)
+		return
+	}
 	if e.x.Port.SecondChance == snapshot.SecondChanceOff || !con.Reason.Included() {
 		return
 	}

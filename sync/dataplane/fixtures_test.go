@@ -118,6 +118,7 @@ func checkInvariants(t *testing.T, st *State) {
 				}
 			}
 			checkServing(t, sp)
+			checkResort(t, sp)
 			for i, f := range sp.Frontends {
 				if other, taken := seen[f.Key]; taken {
 					t.Fatalf("%v belongs to %v and %v", f.Key, other, sp.Name)
@@ -152,6 +153,23 @@ func checkEjected(t *testing.T, st *State, sp *ServicePort, p *Pool) {
 	for _, u := range p.Ejected {
 		if !slices.ContainsFunc(sp.Serving, func(e Endpoint) bool { return e.AddrPort == u.Endpoint }) {
 			t.Fatalf("%v: connections to %v, which is ejected, are to end", sp.Name, u.Endpoint)
+		}
+	}
+}
+
+// checkResort: what is probed as a last resort is not in a pool, but for what is known to answer.
+func checkResort(t *testing.T, sp *ServicePort) {
+	t.Helper()
+	if sp.Resort != nil && (sp.Name.Protocol != snapshot.TCP || len(sp.Resort) > MaxResort ||
+		!slices.IsSortedFunc(sp.Resort, netip.AddrPort.Compare)) {
+		t.Fatalf("%v: resort %v", sp.Name, sp.Resort)
+	}
+	for _, e := range sp.Resort {
+		for _, p := range []*Pool{sp.Cluster, sp.Local} {
+			known := snapshot.FindUnhealthy(p.Kept, e)
+			if HasEndpoint(p.Endpoints, e) != (known != nil && known.Cause == snapshot.Resort) {
+				t.Fatalf("%v: %v is to be probed, the pool is %+v", sp.Name, e, p)
+			}
 		}
 	}
 }

@@ -63,6 +63,7 @@ func (d *dice) config() Config {
 		NodePortPrimary:    d.yes(),
 		LocalhostNodePorts: d.yes(),
 		SecondChance:       d.secondChance(),
+		LastResort:         d.yes(),
 		PingServices:       d.yes(),
 		RejectUnusedPorts:  d.yes(),
 		IPVS: IPVS{Mode: pick(d, IPVSNever, IPVSAuto, IPVSAlways), Default: Scheduling{Scheduler: pick(d, "rr", "lc")},
@@ -75,7 +76,7 @@ func (d *dice) config() Config {
 // otherConfig changes one thing of a Config.
 func (d *dice) otherConfig(c Config) Config {
 	other := d.config()
-	switch d.n(11) {
+	switch d.n(12) {
 	case 0:
 		c.NodeName = pick(d, "here", "there")
 	case 1:
@@ -96,7 +97,9 @@ func (d *dice) otherConfig(c Config) Config {
 		c.NodePortPrimary = !c.NodePortPrimary
 	case 9:
 		c.SecondChance = other.SecondChance
-	case 10: // the same once more
+	case 10:
+		c.LastResort = !c.LastResort
+	case 11: // the same once more
 	}
 	return c
 }
@@ -116,7 +119,7 @@ func (d *dice) health() *snapshot.Health {
 		for _, port := range []uint16{8080, 9090} {
 			if d.n(3) > 0 {
 				h.Unhealthy = append(h.Unhealthy, snapshot.Unhealthy{Endpoint: netip.AddrPortFrom(a, port),
-					Cause: pick(d, snapshot.Unanswered, snapshot.Refused), Since: time.Unix(int64(d.n(3)), 0)})
+					Cause: pick(d, snapshot.Unanswered, snapshot.Refused, snapshot.Resort), Since: time.Unix(int64(d.n(3)), 0)})
 			}
 		}
 	}
@@ -151,6 +154,9 @@ func (d *dice) service(n snapshot.Name) *snapshot.Service {
 		ExternalFailover:    snapshot.ExternalFailover(d.n(4)),
 		Affinity:            time.Duration(d.n(2)) * time.Hour,
 		SecondChance:        d.secondChance(),
+		LastResort:          snapshot.LastResort(d.n(3)),
+		Probe:               pick(d, snapshot.Probe{}, snapshot.Probe{Asked: true}),
+		Local:               pick(d, "", "", "", "a", "b", "nobody"),
 		Scheduling: pick(d, nil, &snapshot.Scheduling{Scheduler: snapshot.NFTables}, &snapshot.Scheduling{Scheduler: "mh",
 			Port: true},
 			&snapshot.Scheduling{Scheduler: snapshot.Hash},

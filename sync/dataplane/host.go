@@ -34,6 +34,7 @@ type host struct {
 	loopback bool
 	// secondChance is the setting for Services that do not say it themselves, never SecondChanceDefault.
 	secondChance snapshot.SecondChance
+	lastResort   bool
 	// pingAddrs are the addresses of this node that answer a ping of a Service address; the zero Addr: none does.
 	pingAddrs         ipfamily.Per[netip.Addr]
 	rejectUnusedPorts bool
@@ -59,6 +60,7 @@ func newHost(cfg Config, s *snapshot.Snapshot, found []Overlap) host {
 		addresses:     nodeAddrs(cfg.NodeIP, s.Node.Addresses),
 		loopback:      localhostNodePorts(cfg),
 		secondChance:  cmp.Or(cfg.SecondChance, snapshot.SecondChanceOff),
+		lastResort:    cfg.LastResort,
 		ipvs:          cfg.IPVS,
 
 		rejectUnusedPorts: cfg.RejectUnusedPorts,
@@ -85,6 +87,7 @@ func newHost(cfg Config, s *snapshot.Snapshot, found []Overlap) host {
 func (h *host) equal(o *host) bool {
 	return h.nodeName == o.nodeName && h.zone == o.zone && h.masqueradeAll == o.masqueradeAll &&
 		h.noExternalIPs == o.noExternalIPs && h.secondChance == o.secondChance &&
+		h.lastResort == o.lastResort &&
 		h.pingAddrs == o.pingAddrs && h.rejectUnusedPorts == o.rejectUnusedPorts && h.podsFirst == o.podsFirst &&
 		h.ipvs.equal(&o.ipvs) && slices.Equal(h.serviceCIDRs, o.serviceCIDRs) &&
 		slices.Equal(h.shared, o.shared) && slices.Equal(h.addresses, o.addresses) && h.pods == o.pods &&

@@ -30,13 +30,14 @@ var detectModes = [...]string{DetectClusterCIDR: "ClusterCIDR", DetectNodeCIDR: 
 func (c *Config) Lines() (lines []string) {
 	say := func(name, value string) { lines = append(lines, name+"="+value) }
 	truth := func(name string, on bool) { say(name, strconv.FormatBool(on)) }
+	optional := func(name, value string, on bool) {
+		if on {
+			say(name, value)
+		}
+	}
 	ranges := func(name string, list []netip.Prefix) {
 		for _, p := range list {
-			if p.IsValid() {
-				say(name, p.String())
-			} else {
-				say(name, noAddresses)
-			}
+			say(name, rangeText(p))
 		}
 	}
 	if c.NodeIP.IsValid() {
@@ -61,12 +62,9 @@ func (c *Config) Lines() (lines []string) {
 	truth("iptables-localhost-nodeports", c.LocalhostNodePorts)
 	truth("feature-gates="+gateExternalIPs, !c.NoExternalIPs)
 	say("second-chance", cmp.Or(c.SecondChance, snapshot.SecondChanceOff).String())
-	if c.AsKubeProxy {
-		say("behavior", behaviorKubeProxy)
-	}
-	if c.Records {
-		truth("records", true)
-	}
+	optional("last-resort", snapshot.LastResortOn.String(), c.LastResort)
+	optional("behavior", behaviorKubeProxy, c.AsKubeProxy)
+	optional("records", "true", c.Records)
 	truth("ping-services", c.PingServices)
 	truth("reject-unused-ports", c.RejectUnusedPorts)
 	say("ipvs", ipvsModes[c.IPVS.Mode])
@@ -75,6 +73,13 @@ func (c *Config) Lines() (lines []string) {
 	}
 	ranges("ipvs-addresses", c.IPVS.Addresses)
 	return lines
+}
+
+func rangeText(p netip.Prefix) string {
+	if !p.IsValid() {
+		return noAddresses
+	}
+	return p.String()
 }
 
 // ConfigOf reads what Lines returned. It skips lines that it does not know, as those of another version.
@@ -114,6 +119,8 @@ func (c *Config) take(name, value string) {
 		c.NoExternalIPs = c.NoExternalIPs || value == gateExternalIPs+"=false"
 	case "second-chance":
 		c.SecondChance, _ = snapshot.ParseSecondChance(value)
+	case "last-resort":
+		c.LastResort = value == snapshot.LastResortOn.String()
 	case "behavior":
 		c.AsKubeProxy = value == behaviorKubeProxy
 	case "records":

@@ -32,7 +32,7 @@ func TestLines(t *testing.T) {
 			DetectLocal: DetectLocal{ClusterCIDRs: prefixes("10.244.0.0/16 fd00:244::/48")}},
 		{DetectLocal: DetectLocal{Mode: DetectBridgeInterface, Interface: "cni0"}},
 		{DetectLocal: DetectLocal{Mode: DetectInterfaceNamePrefix, Interface: "veth"}},
-		{DetectLocal: DetectLocal{Mode: DetectNodeCIDR}},
+		{DetectLocal: DetectLocal{Mode: DetectNodeCIDR}, LastResort: true},
 	} {
 		if c.SecondChance == snapshot.SecondChanceDefault {
 			c.SecondChance = snapshot.SecondChanceOff // which it means

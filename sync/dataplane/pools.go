@@ -21,6 +21,10 @@ type candidate struct {
 	addr netip.AddrPort
 	*snapshot.Endpoint
 	local bool
+	// ahead says that it is an endpoint of the Service's Local, on this node.
+	ahead bool
+	// resort says that it is the last resort of a Service that has no other: it is not ready, and accepted a probe.
+	resort bool
 	// group is the backend's among those of the port; 0 if it has none.
 	group uint8
 	// parts is its share of new connections; with 0 it drains.
@@ -34,17 +38,19 @@ type candidate struct {
 func (c *candidate) ready() bool       { return c.Ready }
 func (c *candidate) terminating() bool { return c.Serving && c.Terminating }
 
-// usable reports whether it can be in some pool.
-func (c *candidate) usable() bool { return !c.drains() && (c.ready() || c.terminating()) }
-
 // drains reports whether the weight 0 keeps new connections from it.
 func (c *candidate) drains() bool { return c.parts == 0 }
+
+// usable reports whether it may be in a pool. Of Local, none that terminates is.
+func (c *candidate) usable() bool {
+	return !c.drains() && (c.ready() || c.terminating() && !c.ahead || c.resort)
+}
 
 // preference orders entries for the same endpoint, best first. The entry that is not terminating is the newer pod on a
 // reused address, even while it is not ready. kube-proxy decides the rest at random.
 func (c *candidate) preference() int {
 	p := 0
-	for _, good := range [...]bool{!c.Terminating, c.Ready, c.Serving, c.local} {
+	for _, good := range [...]bool{c.ahead && c.usable(), !c.ahead, !c.Terminating, c.Ready, c.Serving, c.local} {
 		p <<= 1
 		if !good {
 			p |= 1
@@ -79,10 +85,10 @@ func (b *builder) collectCandidates(p *snapshot.Port, f ipfamily.Family) {
 		b.addGroups(p, f)
 	case b.index != nil:
 		for _, at := range b.index[portKey{p.Name, p.Protocol}] {
-			b.addCandidates(at.slice, at.port, f)
+			b.addCandidates(at, f)
 		}
 	default:
-		b.addNamed(b.slices, p.Name, p.Protocol, f)
+		b.addNamed(b.slices, b.own, p.Name, p.Protocol, f)
 	}
 	slices.SortFunc(b.candidates, compareCandidates)
 	if len(b.groups) > 1 {
@@ -90,35 +96,41 @@ func (b *builder) collectCandidates(p *snapshot.Port, f ipfamily.Family) {
 	}
 }
 
-// addNamed adds the endpoints of those slices that have a port.
-func (b *builder) addNamed(of []*snapshot.Slice, name string, protocol snapshot.Protocol, f ipfamily.Family) {
-	for _, sl := range of {
+// addNamed adds the endpoints of those slices that have a port. The first ones, so many, are Local's.
+func (b *builder) addNamed(
+	of []*snapshot.Slice, ahead int, name string, protocol snapshot.Protocol, f ipfamily.Family,
+) {
+	for i, sl := range of {
 		for _, sp := range sl.Ports {
 			if sp.Name == name && sp.Protocol == protocol {
-				b.addCandidates(sl, sp.Port, f)
+				b.addCandidates(slicePort{sl, sp.Port, i < ahead}, f)
 			}
 		}
 	}
 }
 
-// addCandidates adds the endpoints of a slice until the limit is reached.
-func (b *builder) addCandidates(sl *snapshot.Slice, port uint16, f ipfamily.Family) {
-	for i := range sl.Endpoints {
-		ep := &sl.Endpoints[i]
-		if !f.Has(ep.Addr) {
+// addCandidates adds the endpoints of a slice until the limit is reached; of Local only those on this node.
+func (b *builder) addCandidates(at slicePort, f ipfamily.Family) {
+	for i := range at.slice.Endpoints {
+		ep := &at.slice.Endpoints[i]
+		local := ep.Node != "" && ep.Node == b.host.nodeName
+		if !f.Has(ep.Addr) || at.ahead && !local {
 			continue
 		}
 		if len(b.candidates) == b.maxPerPort {
 			b.overCapacity = true
 			return
 		}
-		b.candidates = append(b.candidates, candidate{
-			addr:     netip.AddrPortFrom(ep.Addr, port),
+		c := candidate{
+			addr:     netip.AddrPortFrom(ep.Addr, at.port),
 			Endpoint: ep,
-			local:    ep.Node != "" && ep.Node == b.host.nodeName,
+			local:    local,
+			ahead:    at.ahead,
 			parts:    b.partsOf(ep),
 			order:    int32(len(b.candidates)),
-		})
+		}
+		c.resort = b.isResort(&c)
+		b.candidates = append(b.candidates, c)
 	}
 }
 
@@ -155,8 +167,8 @@ func (b *builder) fillPools(sp *ServicePort, wantCluster, wantLocal bool) {
 	}
 }
 
-// clusterSet is every ready endpoint that the topology hints assign to this node, or else every terminating endpoint
-// that still serves.
+// clusterSet is every ready endpoint of Local on this node, or else every ready endpoint that the topology hints assign
+// to this node, or else every terminating endpoint that still serves.
 func (b *builder) clusterSet() *Pool { return b.poolOf(b.clusterFilters()) }
 
 // localSet is every ready endpoint on this node, or else every terminating endpoint on this node that still serves. It
@@ -181,13 +193,28 @@ func (b *builder) poolOf(fs filters) *Pool {
 	}
 	b.slowStart(endpoints, b.parts)
 	b.weigh(endpoints, b.parts)
-	return &Pool{Endpoints: endpoints}
+	p := &Pool{Endpoints: endpoints}
+	if b.resort {
+		b.keepResort(p)
+	}
+	return p
 }
 
-// serving returns every endpoint that is ready or serving. If a pool holds them all, as is usual, it returns that
-// pool's list.
-func (b *builder) serving(pools ...*Pool) []Endpoint {
-	serves := func(c *candidate) bool { return c.Ready || c.Serving }
+// serving sets Serving to every endpoint that is ready or serving, and Finishing. Flows of UDP change between a Service
+// and its Local as new ones do; connections stay.
+func (b *builder) serving(sp *ServicePort) {
+	serves := func(c *candidate) bool { return c.Ready || c.Serving || c.resort }
+	if b.own > 0 && sp.Name.Protocol == snapshot.UDP {
+		ahead := b.localReady()
+		sp.Finishing = b.endpointsWhere(func(c *candidate) bool { return serves(c) && c.ahead != ahead })
+		sp.Serving = b.endpointsWhere(func(c *candidate) bool { return serves(c) && c.ahead == ahead })
+		return
+	}
+	sp.Serving = b.servingIn(serves, sp.Cluster, sp.Local)
+}
+
+// servingIn returns every endpoint that serves. If a pool holds them all, as is usual, it returns that pool's list.
+func (b *builder) servingIn(serves func(*candidate) bool, pools ...*Pool) []Endpoint {
 	n := 0
 	var last netip.AddrPort // of several in a row, since groups may have the same
 	for i := range b.candidates {
@@ -246,14 +273,19 @@ type (
 	slicePort struct {
 		slice *snapshot.Slice
 		port  uint16
+		// ahead says that the slice is Local's.
+		ahead bool
 	}
 )
 
-// loadSlices fills b.slices with a Service's slices, ordered by name.
-func (b *builder) loadSlices(svc *snapshot.Service, of map[string]*snapshot.Slice) {
+// loadSlices fills b.slices with the slices of a Service's Local, and then its own.
+func (b *builder) loadSlices(s *snapshot.Snapshot, svc *snapshot.Service) {
 	b.slices, b.index, b.overCapacity = b.slices[:0], nil, false
 	b.maxPerPort = max(maxEndpoints/max(len(svc.Ports), 1), 1)
-	b.slices = sortedSlices(b.slices, of)
+	local, _ := s.LocalOf(svc)
+	b.slices = sortedSlices(b.slices, local)
+	b.own = len(b.slices)
+	b.slices = sortedSlices(b.slices, s.Slices[svc.Name])
 	ports := 0
 	for i, sl := range b.slices {
 		if ports += len(sl.Ports); ports > maxSlicePorts {
@@ -269,10 +301,10 @@ func (b *builder) loadSlices(svc *snapshot.Service, of map[string]*snapshot.Slic
 // indexPorts fills b.index.
 func (b *builder) indexPorts() {
 	b.index = map[portKey][]slicePort{}
-	for _, sl := range b.slices {
+	for i, sl := range b.slices {
 		for _, sp := range sl.Ports {
 			k := portKey{sp.Name, sp.Protocol}
-			b.index[k] = append(b.index[k], slicePort{sl, sp.Port})
+			b.index[k] = append(b.index[k], slicePort{sl, sp.Port, i < b.own})
 		}
 	}
 }

@@ -11,9 +11,11 @@ import (
 
 // builder computes what one Service asks for, as if it were the only one. It reuses its buffers between Services.
 type builder struct {
-	host       host
-	reserved   reserved
+	host     host
+	reserved reserved
+	// slices are the Service's; those before own are its Local's.
 	slices     []*snapshot.Slice
+	own        int
 	candidates []candidate
 	// parts are the shares of the endpoints of the pool that is being built.
 	parts []uint32
@@ -34,6 +36,8 @@ type builder struct {
 	tooFar   bool
 	// health is what this node found out about the Service's endpoints; nil if none is unhealthy.
 	health *snapshot.Health
+	// resort says that the Service has no usable endpoint anywhere, and is to use its last resort.
+	resort bool
 	// starting are the Service's endpoints that start slowly; nil if there are none.
 	starting *snapshot.Starting
 	// scheduling is the Service's; weights are the weights it gives to nodes.
@@ -65,11 +69,8 @@ func (b *builder) service(s *snapshot.Snapshot, n snapshot.Name) *Service {
 		b.forget(n)
 		return nil
 	}
-	b.load(s, svc)
+	b.prepare(s, svc)
 	b.others = nil
-	b.health = s.Health[n]
-	b.schedule(svc)
-	b.starting = b.startingOf(s, svc)
 	out := &Service{Name: n, Age: svc.Age, ClusterIPs: svc.ClusterIPs, HealthCheckNodePort: svc.HealthCheckNodePort,
 		Counters: svc.Counters,
 		Ports:    make([]*ServicePort, 0, len(svc.ClusterIPs)*len(svc.Ports))}
@@ -93,6 +94,14 @@ func (b *builder) service(s *snapshot.Snapshot, n snapshot.Name) *Service {
 	b.applyBudget(out, svc)
 	b.applySlotBudget(out, svc)
 	return out
+}
+
+// prepare makes the builder ready for the ports of a Service.
+func (b *builder) prepare(s *snapshot.Snapshot, svc *snapshot.Service) {
+	b.load(s, svc)
+	b.health, b.resort = s.Health[svc.Name], b.resorts(s, svc)
+	b.schedule(svc)
+	b.starting = b.startingOf(s, svc)
 }
 
 // unique returns the ports without those of which an earlier one has the same name and protocol. The API server rejects
@@ -129,10 +138,14 @@ func (b *builder) port(
 
 		SecondChance: b.host.secondChanceOf(svc, p),
 	}
+	if sp.SecondChance != snapshot.SecondChanceOff {
+		sp.Probe = svc.Probe
+	}
 	if p.Protocol == snapshot.TCP {
 		sp.Drain, sp.Rebalance = svc.Drain, svc.Rebalance
 	}
 	b.collectEndpoints(p, f)
+	sp.Resort = b.toProbe(sp.Name)
 	internal := b.rows(svc, f, false)
 	var external []row
 	if len(sp.Frontends) > 1 { // all but the cluster IP
@@ -140,7 +153,7 @@ func (b *builder) port(
 	}
 	b.fillPools(sp, anyLeadsTo(internal, clusterPool) || anyLeadsTo(external, clusterPool),
 		anyLeadsTo(internal, localPool) || anyLeadsTo(external, localPool))
-	sp.Serving = b.serving(sp.Cluster, sp.Local)
+	b.serving(sp)
 
 	internalRoutes, externalRoutes := sp.routes(internal), sp.routes(external)
 	for i := range sp.Frontends {

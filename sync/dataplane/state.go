@@ -82,8 +82,12 @@ type ServicePort struct {
 	// Two pools with endpoints are never the same Pool, even if their endpoints are the same.
 	Cluster, Local *Pool
 	// Serving are the endpoints that earlier flows may keep: all that are ready or serving, whatever policy, topology,
-	// termination and ejection mean for new flows. Sorted by AddrPort and unique, it includes those of both pools.
+	// termination and ejection mean for new flows, but for those of UDP if the Service has a Local. Sorted by AddrPort
+	// and unique, it includes those of both pools.
 	Serving []Endpoint
+	// Finishing are endpoints that serve and are not in Serving, since a flow of UDP is to change to those: one that
+	// waits for its first answer may wait for it. Sorted like Serving; nil for other protocols.
+	Finishing []Endpoint
 	// Scheduling makes IPVS choose the endpoint of a connection; nil means that the backend chooses.
 	Scheduling *Scheduling
 	// Hash is how the backend chooses wherever IPVS does not. A backend that cannot hash chooses at random.
@@ -91,6 +95,12 @@ type ServicePort struct {
 	// SecondChance is what happens to endpoints that do not answer or refuse: SecondChanceOff, always for other protocols
 	// than TCP, SecondChanceObserve or SecondChanceOn.
 	SecondChance snapshot.SecondChance
+	// Probe is how this node probes the endpoints of its pools; zero for other protocols than TCP, and while SecondChance
+	// is off.
+	Probe snapshot.Probe
+	// Resort are endpoints that are not ready, and become the port's once they accept a probe of this node, since the
+	// Service has no other; at most MaxResort. Sorted and unique; nil for other protocols than TCP.
+	Resort []netip.AddrPort
 	// Drain is how long a TCP connection may last after its endpoint stopped serving; 0 means as long as it likes. Whole
 	// seconds, always 0 for other protocols.
 	Drain time.Duration
@@ -256,7 +266,8 @@ type Pool struct {
 	// than Endpoints has, unless the Service prefers near endpoints, and none if Endpoints is empty.
 	Ejected []snapshot.Unhealthy
 	// Kept are unhealthy endpoints that were not taken out, since half of the pool is, or since the Service's SecondChance
-	// only observes, and doubtful ones; sorted by Endpoint. A Service that prefers near endpoints may have none of them.
+	// only observes, doubtful ones, and the last resort; sorted by Endpoint. A Service that prefers near endpoints may
+	// have none of the first ones.
 	Kept []snapshot.Unhealthy
 	// RetryRefused says that a connection which an endpoint refuses may be tried again at another one: there are two with
 	// the ejected ones, and not all that stay are known to refuse.

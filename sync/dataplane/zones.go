@@ -75,7 +75,7 @@ func (b *builder) preferNear(name PortName, p *Pool) {
 // zonesIgnored returns why this node does not prefer near endpoints of the port whose endpoints were collected; empty
 // if it does.
 func (b *builder) zonesIgnored() string {
-	zoned := func(c candidate) bool { return c.Zone != "" && !c.drains() && (c.ready() || c.terminating()) }
+	zoned := func(c candidate) bool { return c.Zone != "" && c.usable() }
 	switch {
 	case !b.nearAsked:
 		return "it does not ask for it"

@@ -122,36 +122,3 @@ func (s *Snapshot) SlicesOf(n Name) []*Slice {
 	}
 	return list
 }
-
-// Referrers ranges over the names of the Services whose Backends name a Service, in no order.
-func (s *Snapshot) Referrers(n Name) iter.Seq[Name] { return maps.Keys(s.referrers[n]) }
-
-// refer keeps referrers in sync with a Service of which either version may be nil.
-func (s *Snapshot) refer(n Name, was, is *Service) {
-	if was != nil {
-		for b := range was.Backends.Each() {
-			if delete(s.referrers[b.Service], n); len(s.referrers[b.Service]) == 0 {
-				delete(s.referrers, b.Service)
-			}
-		}
-	}
-	if is != nil {
-		for b := range is.Backends.Each() {
-			if s.referrers[b.Service] == nil {
-				s.referrers[b.Service] = map[Name]struct{}{}
-			}
-			s.referrers[b.Service][n] = struct{}{}
-		}
-	}
-}
-
-// touchReferrers adds the Services that refer to those in touched. Theirs in turn do not matter, as PortOf follows no
-// reference to a reference.
-func (s *Snapshot) touchReferrers(touched map[Name]struct{}) {
-	if len(s.referrers) == 0 {
-		return
-	}
-	for _, n := range slices.Collect(maps.Keys(touched)) {
-		maps.Copy(touched, s.referrers[n])
-	}
-}

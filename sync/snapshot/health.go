@@ -45,16 +45,20 @@ const (
 	Unanswered Cause = iota
 	// Refused means that connections and probes are refused.
 	Refused
+	// Resort means that the cluster calls the endpoint not ready, and it accepts probes of this node: it is the last
+	// resort of a Service that has no other.
+	Resort
 )
 
-var causeNames = [...]string{"unanswered", "refused"}
+var causeNames = [...]string{"unanswered", "refused", "last-resort"}
 
 func (c Cause) String() string { return causeNames[c] }
 
 // Health is what this node found out about the TCP endpoints of a Service, whatever the cluster says of them. It is
 // immutable, and replaced as a whole.
 type Health struct {
-	// Unhealthy are sorted by Endpoint and unique. The Service may no longer have some of them.
+	// Unhealthy are those that this node or the cluster calls so. They are sorted by Endpoint and unique. The Service may
+	// no longer have some of them.
 	Unhealthy []Unhealthy
 }
 
@@ -75,11 +79,13 @@ func FindUnhealthy(list []Unhealthy, a netip.AddrPort) *Unhealthy {
 	return &list[i]
 }
 
-// Unhealthy is an endpoint that clients and probes of this node cannot use.
+// Unhealthy is an endpoint that clients and probes of this node cannot use, or, with the Cause Resort, one that they
+// can use although the cluster calls it not ready.
 type Unhealthy struct {
 	Endpoint netip.AddrPort
 	Cause    Cause
-	// Since is when the first sign of it was read. Where not all may be ejected, those of the longest standing are.
+	// Since is when the first sign of it was read, or when the first probe was accepted. Where not all may be ejected,
+	// those of the longest standing are.
 	Since time.Time
 	// Doubtful says that it refuses some clients and this node, and may answer others: it is not ejected.
 	Doubtful bool

@@ -98,6 +98,10 @@ type Service struct {
 	NoRecords bool
 	// SecondChance is what the Service's annotation asks for.
 	SecondChance SecondChance
+	// LastResort is what the Service's annotation asks for.
+	LastResort LastResort
+	// Probe is what the annotation of a Service without a selector asks for.
+	Probe Probe
 	// Drain is how long TCP connections may last after their endpoint stopped serving, whole seconds; 0 means as long as
 	// they like.
 	Drain time.Duration
@@ -110,8 +114,14 @@ type Service struct {
 	SlowStart time.Duration
 	// Backends are other Services whose endpoints serve the ports; nil means that the Service's own slices do.
 	Backends *Backends
-	Ports    []Port
+	// Local is the name of a Service of the same namespace whose ready endpoints on a node come before all of this
+	// Service's there, such as a cache on each node; empty means that there is none.
+	Local string
+	Ports []Port
 }
+
+// LocalName is the full name of Local.
+func (s *Service) LocalName() Name { return Name{s.Name.Namespace, s.Local} }
 
 // Counters says whether a Service's connections are counted where the budget is not enough for all.
 type Counters uint8
@@ -232,8 +242,7 @@ type Snapshot struct {
 	HostNetworks HostNetworks
 
 	sliceService map[Name]Name
-	// referrers are the Services whose Backends name each Service.
-	referrers map[Name]map[Name]struct{}
+	referrers    referrers
 }
 
 // New returns an empty Snapshot.
@@ -244,7 +253,7 @@ func New() *Snapshot {
 		Health:       map[Name]*Health{},
 		Starting:     map[Name]*Starting{},
 		sliceService: map[Name]Name{},
-		referrers:    map[Name]map[Name]struct{}{},
+		referrers:    referrers{},
 	}
 }
 
@@ -352,13 +361,13 @@ func (c Change) With(o Change) Change {
 	return Change{slices.Compact(names), c.Globals || o.Globals}
 }
 
-// Apply applies one delta to the snapshot and returns the Services that it may concern. It is no error to delete what
-// the snapshot does not hold.
+// Apply applies one delta to the snapshot and returns the Services that it may concern, those that refer to others that
+// changed included. It is no error to delete what the snapshot does not hold.
 func (s *Snapshot) Apply(d Delta) Change {
 	s.reserve(&d)
 	touched := make(map[Name]struct{}, max(len(d.Services), len(d.Slices)))
 	for n, svc := range d.Services {
-		s.refer(n, s.Services[n], svc)
+		s.referrers.replace(s.Services[n], svc, touched)
 		if svc != nil {
 			s.Services[n] = svc
 		} else if _, held := s.Services[n]; held {
@@ -373,7 +382,7 @@ func (s *Snapshot) Apply(d Delta) Change {
 	for n, sl := range d.Slices {
 		s.applySlice(n, sl, touched)
 	}
-	s.touchReferrers(touched)
+	s.referrers.addTo(touched)
 	for n, h := range d.Health {
 		applyOf(s, s.Health, n, h, h != nil && len(h.Unhealthy) > 0, touched)
 	}

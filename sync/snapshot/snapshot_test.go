@@ -44,6 +44,13 @@ func checkIndex(t *testing.T, s *Snapshot) {
 			t.Fatalf("%v keeps the health %+v", n, h)
 		}
 	}
+	refs := referrers{}
+	for _, svc := range s.Services {
+		refs.replace(nil, svc, map[Name]struct{}{})
+	}
+	if !reflect.DeepEqual(refs, s.referrers) {
+		t.Fatalf("referrers %v, want %v", s.referrers, refs)
+	}
 	filed := 0
 	for owner, of := range s.Slices {
 		if len(of) == 0 {
@@ -136,7 +143,7 @@ func randomDelta(r *rand.Rand, known map[Name]*Service) Delta {
 		}
 		d.Services[n] = nil
 		if r.IntN(2) == 0 {
-			d.Services[n] = &Service{Name: n, HealthCheckNodePort: uint16(r.IntN(9))}
+			d.Services[n] = &Service{Name: n, HealthCheckNodePort: uint16(r.IntN(9)), Local: []string{"", "a", "b"}[r.IntN(3)]}
 		}
 	}
 	for range r.IntN(3) {

@@ -29,6 +29,9 @@ const (
 	nameCounters         = "counters"
 	nameRecords          = "records"
 	nameBackends         = "backends"
+	nameLocal            = "local"
+	nameLastResort       = "last-resort"
+	nameProbe            = "probe"
 )
 
 // nameWeight is the annotation of an EndpointSlice.
@@ -39,8 +42,9 @@ const annotationCiliumWeight = "service.cilium.io/weight"
 
 // annotationNames are the names that an object of a kind may have after the domain.
 var annotationNames = map[string][]string{
-	"Service": {nameBackends, nameCounters, nameDrain, nameExternalFailover, nameRebalance, nameRecords, nameScheduler,
-		nameSecondChance, nameSlowStart, nameWeights, nameZoneDemand, nameZones},
+	"Service": {nameBackends, nameCounters, nameDrain, nameExternalFailover, nameLastResort, nameLocal, nameProbe,
+		nameRebalance, nameRecords, nameScheduler, nameSecondChance, nameSlowStart, nameWeights, nameZoneDemand,
+		nameZones},
 	"EndpointSlice": {nameWeight},
 }
 
@@ -69,6 +73,9 @@ func readServiceAnnotations(f *problemList, o *corev1.Service, s, last *snapshot
 	s.Drain = a.duration(nameDrain, 24, was.Drain)
 	s.Rebalance = a.duration(nameRebalance, 1, was.Rebalance)
 	s.SlowStart = a.slowStart(s, was.SlowStart)
+	s.Local = a.local(s, was.Local)
+	s.LastResort = word(&a, nameLastResort, was.LastResort, snapshot.ParseLastResort, `neither "on" nor "off"`)
+	s.Probe = a.probe(o, was.Probe)
 	a.unknown("Service")
 }
 
@@ -184,6 +191,51 @@ func (a *annotations) duration(name string, hours int, last time.Duration) time.
 	}
 	return d
 }
+
+// local reads the name of another Service of the same namespace. Of another namespace, nobody there was asked.
+func (a *annotations) local(s *snapshot.Service, last string) string {
+	text, field, ok := a.get(nameLocal)
+	if !ok {
+		return ""
+	}
+	of := s.Name
+	namespace, name, qualified := strings.Cut(text, "/")
+	if !qualified {
+		namespace, name = of.Namespace, text
+	}
+	switch {
+	case len(text) > maxLocalName || name == "" || strings.Contains(name, "/"):
+		a.wrong(field, "%s is not the name of a Service, such as node-local-dns", quote(text))
+		return last
+	case namespace != of.Namespace:
+		a.wrong(field, "%s is refused: a Service may only name one of its own namespace, %s", quote(text),
+			short(of.Namespace))
+		return last
+	case name == of.Name:
+		a.wrong(field, "%s is this Service itself: name another one, such as a cache on each node", quote(text))
+		return last
+	case s.Backends != nil:
+		a.warn(field, ignoredWithBackends)
+		return ""
+	}
+	return name
+}
+
+// probe reads how a Service's endpoints are probed. The kubelet probes those that a selector chooses, by the rules of
+// their pods.
+func (a *annotations) probe(o *corev1.Service, last snapshot.Probe) snapshot.Probe {
+	p := word(a, nameProbe, last, snapshot.ParseProbe, `neither "tcp" nor "http:/path", with a path of at most 256 `+
+		`printable characters`)
+	if p.Asked && len(o.Spec.Selector) > 0 {
+		a.warn(fieldOf(annotationDomain+nameProbe),
+			"it is ignored: the Service has a selector, and the kubelet probes its pods")
+		return snapshot.Probe{}
+	}
+	return p
+}
+
+// maxLocalName is longer than the names of any namespace and any Service.
+const maxLocalName = 512
 
 // slowStart reads a Service's slow start. It ignores that of a Service that hashes its clients, or has backends.
 func (a *annotations) slowStart(s *snapshot.Service, last time.Duration) time.Duration {

@@ -18,9 +18,9 @@ func sameService(a, b *snapshot.Service) bool {
 		slices.Equal(a.ClusterIPs, b.ClusterIPs) && slices.Equal(a.ExternalIPs, b.ExternalIPs) &&
 		slices.Equal(a.LoadBalancerIPs, b.LoadBalancerIPs) && slices.Equal(a.SourceRanges, b.SourceRanges) &&
 		slices.Equal(a.Ports, b.Ports) && a.Counters == b.Counters && a.NoRecords == b.NoRecords &&
-		a.SecondChance == b.SecondChance &&
+		a.SecondChance == b.SecondChance && a.LastResort == b.LastResort && a.Probe == b.Probe &&
 		a.Drain == b.Drain && a.Rebalance == b.Rebalance && a.SlowStart == b.SlowStart &&
-		a.ExternalFailover == b.ExternalFailover &&
+		a.ExternalFailover == b.ExternalFailover && a.Local == b.Local &&
 		sameScheduling(a.Scheduling, b.Scheduling) && sameBackends(a.Backends, b.Backends)
 }
 

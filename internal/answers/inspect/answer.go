@@ -338,8 +338,8 @@ func sinceText(cause string, since time.Time) string {
 func keptText(u *snapshot.Unhealthy, x *dataplane.Explanation) string {
 	pool := x.Frontend.Routes[x.Row].Pool
 	switch {
-	case u.Doubtful:
-		return unhealthyText(u) + keptHere[true]
+	case u.Doubtful || u.Cause == snapshot.Resort:
+		return unhealthyText(u) + keptHere(u)
 	case x.Port.SecondChance == snapshot.SecondChanceObserve:
 		return unhealthyText(u) + ", observe only"
 	case len(pool.Endpoints)+len(pool.Ejected) == 1:
@@ -380,6 +380,9 @@ func (a *Answer) exclusionText(c *dataplane.EndpointDecision, node string) strin
 	x := a.explanation
 	switch c.Reason {
 	case dataplane.ExcludedNotReady:
+		if x.Resort {
+			return "not ready, and not known to accept a probe of this node (last resort)"
+		}
 		return "not ready"
 	case dataplane.ExcludedNotServing:
 		return "terminating, and serves no longer"
@@ -404,6 +407,8 @@ func (a *Answer) exclusionText(c *dataplane.EndpointDecision, node string) strin
 		return "its weight is 0: no new connections"
 	case dataplane.ExcludedOtherZone:
 		return otherZoneText(x.Zones, c.Object.Zone)
+	case dataplane.ExcludedBehind:
+		return "the Service " + x.Object.Local + " has ready endpoints on this node, which come first"
 	case dataplane.ExcludedUnanswered, dataplane.ExcludedRefused:
 		return unhealthyText(c.Unhealthy) + ejectedHere
 	}
@@ -455,14 +460,22 @@ func (a *Answer) fillHealth(v *View, list []dataplane.EndpointHealth) {
 		}
 		for n := range v.Endpoints {
 			if v.Endpoints[n].AddrPort() == u.Endpoint {
-				v.Endpoints[n].Kept = unhealthyText(&u.Unhealthy) + keptHere[u.Doubtful]
+				v.Endpoints[n].Kept = unhealthyText(&u.Unhealthy) + keptHere(&u.Unhealthy)
 			}
 		}
 	}
 }
 
-// keptHere follows what is wrong with an endpoint that is not ejected, by whether that is in doubt.
-var keptHere = map[bool]string{false: ", kept", true: " by some clients: it may accept others"}
+// keptHere follows what is wrong with an endpoint that is not ejected.
+func keptHere(u *snapshot.Unhealthy) string {
+	switch {
+	case u.Cause == snapshot.Resort:
+		return ": not ready, but it accepts probes of this node, and the Service has no other"
+	case u.Doubtful:
+		return " by some clients: it may accept others"
+	}
+	return ", kept"
+}
 
 // ejectedHere follows what is wrong with an endpoint that is ejected.
 const ejectedHere = ", ejected on this node"

@@ -105,7 +105,7 @@ func (e *explainRun) gather(ctx context.Context) (err error) {
 func (e *explainRun) config() dataplane.Config {
 	c := e.objects.Config
 	if e.present && e.Inspector.Name() == "iptables" { // docs/IPTABLES.md
-		c.PingServices, c.RejectUnusedPorts = false, false
+		c.PingServices, c.RejectUnusedPorts, c.LastResort = false, false, false
 	}
 	return c
 }

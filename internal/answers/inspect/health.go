@@ -87,19 +87,31 @@ func (o *Objects) takeHealth(list []dataplane.EndpointHealth) {
 	o.Snap.Apply(snapshot.Delta{Health: health})
 }
 
-// healthNotes says which endpoints are ejected, each of a Service once.
+// healthNotes says which endpoints are ejected, or are a last resort, each of a Service once.
 func healthNotes(list []dataplane.EndpointHealth) (notes []string) {
 	said := map[string]bool{}
 	for i := range list {
 		e := &list[i]
-		note := fmt.Sprintf("ejected: %s of %s, %s, by this node", e.Endpoint, e.Port.Service, unhealthyText(&e.Unhealthy))
-		if !e.Ejected || said[note] {
+		state := stateOf(e)
+		note := fmt.Sprintf("%s: %s of %s, %s, by this node", state, e.Endpoint, e.Port.Service, unhealthyText(&e.Unhealthy))
+		if state == "" || said[note] {
 			continue
 		}
 		if said[note] = true; len(said) > MaxShown {
-			return append(notes, "and more endpoints are ejected: verdict top and the metrics count them")
+			return append(notes, "and more endpoints are "+state+": verdict top and the metrics count them")
 		}
 		notes = append(notes, note)
 	}
 	return notes
+}
+
+// stateOf says what an unhealthy endpoint is to its pool; empty if it is as any other.
+func stateOf(e *dataplane.EndpointHealth) string {
+	switch {
+	case e.Ejected:
+		return "ejected"
+	case e.Cause == snapshot.Resort:
+		return "not ready"
+	}
+	return ""
 }

@@ -25,6 +25,12 @@ func settingsOf(x *dataplane.Explanation) (list []Setting) {
 		chance = "off for the whole node"
 	}
 	add(svc.SecondChance != snapshot.SecondChanceDefault, "second-chance", svc.SecondChance.String(), chance)
+	add(svc.LastResort != snapshot.LastResortDefault, "last-resort", svc.LastResort.String(), "")
+	probe := overTCP
+	if probe == "" && svc.Probe != x.Port.Probe {
+		probe = "second chance is off"
+	}
+	add(svc.Probe.Asked, "probe", svc.Probe.String(), probe)
 	add(svc.Drain > 0, "drain", units.Span(svc.Drain), overTCP)
 	still := overTCP
 	if still == "" && x.Port.RebalancePool() == nil {
@@ -39,6 +45,11 @@ func settingsOf(x *dataplane.Explanation) (list []Setting) {
 		failover = "not at cluster IPs"
 	}
 	add(svc.ExternalFailover != snapshot.FailoverDrop, "external-failover", svc.ExternalFailover.String(), failover)
+	local := ""
+	if !x.LocalCounts {
+		local = "older Services name it, as many as may"
+	}
+	add(svc.Local != "", "local", svc.Local, local)
 	add(svc.SlowStart > 0, "slow-start", units.Span(svc.SlowStart), "")
 	add(svc.Counters == snapshot.CountersFirst, "counters", "true", "")
 	add(svc.Counters == snapshot.CountersNever, "counters", "false", "")

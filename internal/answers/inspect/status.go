@@ -106,7 +106,7 @@ func PrintStatus(p *terminal.Printer, s *status.Status) {
 	}
 }
 
-// PrintInForce prints what the kernel says is in force: settings, and endpoints that are ejected.
+// PrintInForce prints what the kernel says is in force: settings, and endpoints that are ejected, or a last resort.
 func PrintInForce(p *terminal.Printer, s *dataplane.Settings) {
 	rows := terminal.Columns{14}
 	if s.Config != nil {
@@ -119,8 +119,8 @@ func PrintInForce(p *terminal.Printer, s *dataplane.Settings) {
 		}
 	}
 	for i := range s.Unhealthy {
-		if e := &s.Unhealthy[i]; e.Ejected {
-			p.Line("%s", rows.Row("ejected", e.Endpoint.String()+" of "+e.Port.String()+", "+unhealthyText(&e.Unhealthy)))
+		if e := &s.Unhealthy[i]; stateOf(e) != "" {
+			p.Line("%s", rows.Row(stateOf(e), e.Endpoint.String()+" of "+e.Port.String()+", "+unhealthyText(&e.Unhealthy)))
 		}
 	}
 }

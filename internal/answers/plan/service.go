@@ -1,6 +1,7 @@
 package plan
 
 import (
+	"cmp"
 	"fmt"
 	"net/netip"
 	"slices"
@@ -112,6 +113,7 @@ func (m *maker) settings(s *Service, n snapshot.Name, before, after *dataplane.S
 		say(port, "choice", choiceText(b), choiceText(a))
 		say(port, "connections refused for backends without endpoints", refusedText(b), refusedText(a))
 		say(port, "second chance", b.SecondChance.String(), a.SecondChance.String())
+		say(port, "probe", cmp.Or(b.Probe.String(), "none"), cmp.Or(a.Probe.String(), "none"))
 		say(port, "drain deadline", spanText(b.Drain), spanText(a.Drain))
 		say(port, "rebalance", spanText(b.Rebalance), spanText(a.Rebalance))
 		said[a.Name.Port+a.Name.Protocol.String()] = len(s.Settings) > count

@@ -94,6 +94,7 @@ func (d *Document) setDefaults(behavior string) {
 	orDefault(&v.EverywhereToken, "/var/run/secrets/verdict-collector/token")
 	orPointer(&v.LedgerMaxMiB, 64)
 	orDefault(&v.Records, "off")
+	orDefault(&v.LastResort, "off")
 	orPointer(&v.RecordsMemoryMiB, 32)
 }
 

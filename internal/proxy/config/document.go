@@ -57,6 +57,8 @@ type VerdictConfiguration struct {
 	Behavior string `json:"behavior"`
 	// SecondChance selects what happens to TCP endpoints that do not answer or refuse: off, observe or on.
 	SecondChance Switch `json:"secondChance"`
+	// LastResort selects whether Services without a usable endpoint use those that are not ready: off or on.
+	LastResort Switch `json:"lastResort"`
 	// PingServices makes cluster IPs and load balancer addresses answer a ping. The default is true.
 	PingServices *bool `json:"pingServices"`
 	// RejectUnusedPorts rejects packets from outside to unused ports of load balancer addresses. The default is true.

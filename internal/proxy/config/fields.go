@@ -161,6 +161,8 @@ var fields = []field{
 	{verdictKind + ".secondChance", Live, "what happens to TCP endpoints that do not answer this node, or refuse " +
 		"connections: `on` ejects them until they answer again, `observe` only reports them, `off` disables it on this " +
 		"node; see [below](#endpoints-that-do-not-answer-or-refuse)", oneOf("off", "observe", "on")},
+	{verdictKind + ".lastResort", Live, "`on` lets a Service without any usable endpoint use those that are not ready " +
+		"and answer a probe of this node; see [below](#the-last-resort)", oneOf("off", "on")},
 	{verdictKind + ".pingServices", Live, "let cluster IPs and load balancer addresses answer pings while a Service " +
 		"has an endpoint there; see [below](#ping-unused-ports-and-nodes-without-endpoints)", nil},
 	{verdictKind + ".rejectUnusedPorts", Live, "reject packets from outside to unused ports of load balancer " +

@@ -161,6 +161,7 @@ var fieldRows = []struct{ name, standard, good, bad, message string }{
 		isLeast + "kube-proxy"},
 	{"VerdictConfiguration.secondChance", `on`, `observe`, `perhaps`,
 		`"perhaps" is not one of off, observe, on` + isLeast + `off`},
+	{"VerdictConfiguration.lastResort", `off`, `on`, `perhaps`, `"perhaps" is not one of off, on` + isDefault + "off"},
 	{"VerdictConfiguration.pingServices", `true`, `false`, `perhaps`, noBool + isLeast + "false"},
 	{"VerdictConfiguration.rejectUnusedPorts", `true`, `false`, `perhaps`, noBool + isLeast + "false"},
 	{"VerdictConfiguration.metricsConnections", `service`, `endpoint`, `all`,

@@ -119,6 +119,8 @@ var policyFlags = []option{
 	word("second-chance", "off|observe|on", "what happens to TCP endpoints that do not answer or refuse: on ejects "+
 		"them until they answer again, observe only reports them (default "+DefaultSecondChance+")",
 		verdictKind+".secondChance"),
+	word("last-resort", "off|on", "whether a Service without any usable endpoint uses those that are not ready and "+
+		"answer a probe of this node (default off)", verdictKind+".lastResort"),
 	sets("ping-services", "let cluster IPs and load balancer addresses with an endpoint answer a ping (default true)",
 		verdictKind+".pingServices"),
 	sets("reject-unused-ports", "reject packets from outside to unused ports of load balancer addresses (default true)",

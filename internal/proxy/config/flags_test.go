@@ -53,6 +53,7 @@ func TestFlagNames(t *testing.T) {
 		"metrics-connections",
 		"metrics-max-series",
 		"second-chance",
+		"last-resort",
 		"ping-services",
 		"reject-unused-ports",
 	)
@@ -263,6 +264,7 @@ func TestPolicyFlags(t *testing.T) {
 		"ipvs",
 		"ipvs-addresses",
 		"ipvs-scheduler",
+		"last-resort",
 		"masquerade-all",
 		"nodeport-addresses",
 		"ping-services",

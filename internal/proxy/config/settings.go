@@ -243,6 +243,7 @@ func (d *Document) policy() dataplane.Config {
 		IPVS:               d.ipvs(),
 		AsKubeProxy:        d.asKubeProxy(),
 		Records:            d.Verdict.Records == "on",
+		LastResort:         d.Verdict.LastResort == "on",
 	}
 	p.SecondChance, _ = snapshot.ParseSecondChance(string(d.Verdict.SecondChance))
 	p.NodePortAddresses, p.NodePortPrimary = nodePortAddresses(c.NodePortAddresses, string(c.Mode))

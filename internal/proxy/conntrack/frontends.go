@@ -148,6 +148,9 @@ func staleTCP(f *flow, sp *dataplane.ServicePort) bool {
 // before the frontend was programmed. If the frontend was removed, its translated flows are stale. An untranslated flow
 // belongs to somebody else, such as a process that listens on a former node port.
 //
+// A flow to an endpoint that serves, though others come first on this node now, is stale once it was answered. Before,
+// its client would wait in vain.
+//
 // In a conntrack zone other than the default one, somebody else tracks packets a second time, as Open vSwitch does. An
 // untranslated flow is normal there. So it is at a frontend that passes packets.
 func (fs frontends) stale(f *flow) bool {
@@ -155,5 +158,5 @@ func (fs frontends) stale(f *flow) bool {
 	if !f.translated() && (!exists || f.zoned || passes(sp.Frontend(f.frontend))) {
 		return false
 	}
-	return !exists || !serves(sp, f.endpoint)
+	return !exists || !serves(sp, f.endpoint) && (f.answered || !dataplane.HasEndpoint(sp.Finishing, f.endpoint))
 }

@@ -62,6 +62,28 @@ func state(services ...*dataplane.Service) *dataplane.State {
 	return st
 }
 
+// TestFinishing: a flow that changes to another endpoint may wait for its first answer; one that is gone answers
+// nobody.
+func TestFinishing(t *testing.T) {
+	svc := service("dns", "10.96.0.1:53/udp>10.0.0.9:53")
+	svc.Ports[0].Finishing = []dataplane.Endpoint{{AddrPort: netip.MustParseAddrPort("10.0.0.1:53")}}
+	fs := frontends{}
+	fs.replace([]*dataplane.Service{nil}, []*dataplane.Service{svc})
+	for _, test := range []struct {
+		endpoint        string
+		answered, stale bool
+	}{
+		{"10.0.0.9:53", false, false}, {"10.0.0.9:53", true, false}, {"10.0.0.1:53", false, false},
+		{"10.0.0.1:53", true, true}, {"10.0.0.2:53", false, true}, {"10.0.0.2:53", true, true},
+	} {
+		f := flow{frontend: key("10.96.0.1:53/udp"), endpoint: netip.MustParseAddrPort(test.endpoint),
+			answered: test.answered}
+		if got := fs.stale(&f); got != test.stale {
+			t.Errorf("%+v: stale is %v", test, got)
+		}
+	}
+}
+
 // TestFollow goes from one state to another, and lists the frontends that are worth a look then.
 func TestFollow(t *testing.T) {
 	dns := service("dns", "10.96.0.1:53/udp>10.0.0.1:53,10.0.0.2:53", "10.96.0.1:53/tcp>10.0.0.1:53")

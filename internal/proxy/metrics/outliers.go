@@ -13,6 +13,9 @@ var (
 	ejectionsMetric = scrapedCounter("verdict_ejections_total", "How often an endpoint was ejected, by cause.", "cause")
 	probesMetric    = scrapedCounter("verdict_probes_total",
 		"Probes of endpoints, by result: accepted, refused, silent, or failed to be sent.", "result")
+	lastResortMetric = scrapedGauge("verdict_last_resort_endpoints",
+		"Endpoints that are not ready, and get new connections of this node since their Service has no other.")
+	lastResortsMetric       = scrapedCounter("verdict_last_resorts_total", "How often an endpoint became a last resort.")
 	unansweredDeletedMetric = scrapedCounter("verdict_unanswered_flows_deleted_total",
 		"Flows that an unhealthy endpoint had not answered, and that were deleted so that they choose again.")
 	evidenceFailuresMetric = scrapedCounter("verdict_evidence_read_failures_total",
@@ -29,6 +32,8 @@ func (o *Options) sendOutliers(ch chan<- prometheus.Metric) {
 	for result, n := range now.Probes {
 		probesMetric.put(ch, float64(n), outlier.Outcome(result).String())
 	}
+	lastResortMetric.put(ch, float64(now.LastResort))
+	lastResortsMetric.put(ch, float64(now.LastResorts))
 	unansweredDeletedMetric.put(ch, float64(now.FlowsDeleted))
 	evidenceFailuresMetric.put(ch, float64(now.ReadErrors))
 }

@@ -36,6 +36,11 @@ func newOutliers(n *Node, w *conntrack.Walker, queue *snapshot.Queue) (*outliers
 			events.Emit(watch.Event{Warning: true, Reason: "EndpointEjected", Action: "Eject", Service: service,
 				Note: ejectionNote(n.Config.NodeName, endpoint, cause)})
 		},
+		LastResort: func(service snapshot.Name, endpoint netip.AddrPort) {
+			events.Emit(watch.Event{Warning: true, Reason: "LastResort", Action: "UseNotReady", Service: service,
+				Note: fmt.Sprintf("no endpoint is ready, and %v accepts connections from node %s, which sends new ones there "+
+					"until one is usable", endpoint, n.Config.NodeName)})
+		},
 	})
 	return &outliers{d, evidence}, nil
 }

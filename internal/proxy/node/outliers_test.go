@@ -70,21 +70,27 @@ func newShopNode(t *testing.T, endpoints int, mode string) *shopNode {
 	change := strings.NewReplacer("namespace: shop", "namespace: aaa", "10.96.0.1", "10.96.0.2", "96::1", "96::2")
 	other := change.Replace(text)
 	labtest.Check(t, os.WriteFile(filepath.Join(dir, "web.yaml"), []byte(text+"---\n"+other), 0o644))
-	cmd := n.Node.Command("/proc/self/exe", "--backend=nftables", "--from", dir, "--hostname-override=node",
-		"--keeper=none", "--cluster-cidr=10.244.0.0/16,fd00:10:244::/48", "--second-chance="+mode)
+	startProxy(t, n.Node, &n.log, "--from", dir, "--hostname-override=node",
+		"--cluster-cidr=10.244.0.0/16,fd00:10:244::/48", "--second-chance="+mode)
+	return n
+}
+
+// startProxy starts a proxy on a host, waits until it has programmed its Services, and ends it with the test.
+func startProxy(t *testing.T, on *lab.Host, log *logBuffer, flags ...string) {
+	t.Helper()
+	cmd := on.Command("/proc/self/exe", append([]string{"--backend=nftables", "--keeper=none"}, flags...)...)
 	cmd.Env = append(os.Environ(), beToy+"=1")
-	cmd.Stdout, cmd.Stderr = &n.log, &n.log
+	cmd.Stdout, cmd.Stderr = log, log
 	labtest.Check(t, cmd.Start())
 	t.Cleanup(func() {
 		err := errors.Join(cmd.Process.Signal(syscall.SIGTERM), cmd.Wait())
 		if err != nil || t.Failed() {
-			t.Errorf("%v\n%s", err, n.log.String())
+			t.Errorf("%v\n%s", err, log.String())
 		}
 	})
 	testkit.Eventually(t, 30*time.Second, "the proxy's start", func() bool {
-		return strings.Contains(n.log.String(), "all Services are programmed")
-	}, n.log.String)
-	return n
+		return strings.Contains(log.String(), "all Services are programmed")
+	}, log.String)
 }
 
 // firewall replaces the rules for what a pod receives.

@@ -78,7 +78,7 @@ func probeAll(ctx context.Context, prober outlier.Prober, places chan struct{}, 
 			return answers
 		}
 		all.Go(func() {
-			answers[i] = prober.Probe(ctx, e) != outlier.Silent
+			answers[i] = prober.Probe(ctx, e, outlier.Manner{}) != outlier.Silent
 			<-places
 		})
 	}

@@ -60,7 +60,7 @@ func TestReleaseOfEjected(t *testing.T) {
 // slowProber takes 300 ms for a probe. Endpoints with an odd last byte are dead.
 type slowProber struct{}
 
-func (slowProber) Probe(_ context.Context, e netip.AddrPort) outlier.Outcome {
+func (slowProber) Probe(_ context.Context, e netip.AddrPort, _ outlier.Manner) outlier.Outcome {
 	time.Sleep(300 * time.Millisecond)
 	if e.Addr().As4()[3]%2 == 1 {
 		return outlier.Silent

@@ -36,7 +36,15 @@ type Evidence interface {
 // Prober probes endpoints. It is safe for concurrent use.
 type Prober interface {
 	// Probe tries to connect to an endpoint until a connection is accepted, or a time of its own is over.
-	Probe(ctx context.Context, endpoint netip.AddrPort) Outcome
+	Probe(ctx context.Context, endpoint netip.AddrPort, how Manner) Outcome
+}
+
+// Manner says how an endpoint is probed.
+type Manner struct {
+	// Gently means with fewer packets, of which too many may get lost.
+	Gently bool
+	// Path, if not empty, is asked for by HTTP.
+	Path string
 }
 
 // Flows is the kernel's table of flows: a *conntrack.Unanswered. Its method is called once at a time.
@@ -44,7 +52,7 @@ type Flows interface {
 	Delete(ctx context.Context, endpoints []netip.AddrPort, doomed func(conntrack.WaitingFlow) bool) (int, error)
 }
 
-// Options are what a Detector works with. All but Ejected are required.
+// Options are what a Detector works with. All but Ejected and LastResort are required.
 type Options struct {
 	Evidence Evidence
 	Prober   Prober
@@ -54,6 +62,8 @@ type Options struct {
 	Log *slog.Logger
 	// Ejected, if not nil, is called when an endpoint is ejected from a Service. It must not block.
 	Ejected func(service snapshot.Name, endpoint netip.AddrPort, cause snapshot.Cause)
+	// LastResort, if not nil, is called when an endpoint that is not ready is used. It must not block.
+	LastResort func(service snapshot.Name, endpoint netip.AddrPort)
 }
 
 // Detector watches the endpoints of the programmed Services. Call New, add its Listener to the loop, and call Run.
@@ -103,12 +113,17 @@ func New(o Options) *Detector {
 	if o.Ejected == nil {
 		o.Ejected = func(snapshot.Name, netip.AddrPort, snapshot.Cause) {}
 	}
-	return &Detector{
+	if o.LastResort == nil {
+		o.LastResort = func(snapshot.Name, netip.AddrPort) {}
+	}
+	d := &Detector{
 		o: o, wake: make(chan struct{}, 1), inbox: map[snapshot.Name]*dataplane.Service{},
 		services: services{byName: map[snapshot.Name]*dataplane.Service{}}, machine: newMachine(),
 		put: map[snapshot.Name]*snapshot.Health{}, last: map[seen]dataplane.Evidence{},
 		probed: make(chan probed), flushed: make(chan flushed),
 	}
+	d.machine.began = time.Now()
+	return d
 }
 
 // Listener returns what the loop must call.
@@ -189,7 +204,10 @@ func (d *Detector) takeCommits() {
 	for name, svc := range inbox {
 		d.publish(name)
 		eachPort(svc, func(sp *dataplane.ServicePort) {
-			d.eachTrack(svc.Name, sp, func(t *track) { d.checkEjected(now, t) })
+			d.eachTrack(svc.Name, sp, func(t *track) {
+				d.checkEjected(now, t)
+				d.checkResort(t)
+			})
 		})
 	}
 }
@@ -343,9 +361,9 @@ func (d *Detector) act(ctx context.Context) {
 		d.changed(now, t)
 	}
 	for _, t := range d.machine.start(now) {
-		key := t.trackKey
+		key, how := t.trackKey, t.manner()
 		d.background.Go(func() {
-			p := probed{key, d.o.Prober.Probe(ctx, key.endpoint)}
+			p := probed{key, d.o.Prober.Probe(ctx, key.endpoint, how)}
 			select {
 			case d.probed <- p:
 			case <-ctx.Done():
@@ -353,7 +371,7 @@ func (d *Detector) act(ctx context.Context) {
 		})
 	}
 	for _, t := range d.machine.tracks {
-		if t.state == unhealthy {
+		if t.state == unhealthy && t.asks != asResort {
 			d.announceKept(now, t)
 		}
 		d.scheduleFlush(now, t)
@@ -374,6 +392,7 @@ func (d *Detector) announceKept(now time.Time, t *track) {
 func (d *Detector) changed(now time.Time, t *track) {
 	d.publish(t.service)
 	switch {
+	case t.asks == asResort: // the commit shows whether it is used
 	case t.state != unhealthy && t.returned.Equal(now):
 		d.log(t).Info("an endpoint is back", "after", now.Sub(t.judged).Round(time.Millisecond).String())
 	case t.state == unhealthy && !t.announced && !slices.ContainsFunc(t.ports, func(sp *dataplane.ServicePort) bool {
@@ -433,7 +452,7 @@ func (d *Detector) recordProbe(p probed) {
 	switch {
 	case d.machine.found(now, p.trackKey, p.outcome):
 		d.changed(now, t)
-	case t != nil && t.state == unhealthy:
+	case t != nil && (t.state == unhealthy || t.asks == asResort):
 		d.repeat(t)
 	}
 }

@@ -36,6 +36,7 @@ type world struct {
 	// outcomes of probes; endpoints without one are accepted.
 	outcomes map[netip.AddrPort]Outcome
 	probes   map[netip.AddrPort]int
+	paths    map[netip.AddrPort]string // of the last probes
 	deleted  map[netip.AddrPort][]time.Time
 	waiting  []conntrack.WaitingFlow
 	health   map[snapshot.Name]*snapshot.Health
@@ -99,8 +100,9 @@ func (w *world) answers(n int, yes bool) {
 	w.up[n] = yes
 }
 
-func (w *world) Probe(ctx context.Context, e netip.AddrPort) Outcome {
+func (w *world) Probe(ctx context.Context, e netip.AddrPort, how Manner) Outcome {
 	w.mu.Lock()
+	w.paths[e] = how.Path
 	o := w.outcomes[e]
 	w.probes[e]++
 	w.mu.Unlock()
@@ -241,7 +243,7 @@ var shop = snapshot.Name{Namespace: "shop", Name: "web"}
 func run(t *testing.T, do func(w *world)) {
 	synctest.Test(t, func(t *testing.T) {
 		w := &world{t: t, evidence: map[netip.AddrPort]dataplane.Evidence{}, outcomes: map[netip.AddrPort]Outcome{},
-			probes: map[netip.AddrPort]int{}, deleted: map[netip.AddrPort][]time.Time{},
+			probes: map[netip.AddrPort]int{}, paths: map[netip.AddrPort]string{}, deleted: map[netip.AddrPort][]time.Time{},
 			health: map[snapshot.Name]*snapshot.Health{}, last: map[netip.AddrPort]time.Time{}, up: map[int]bool{}, known: true}
 		log := slog.New(slog.NewTextHandler(&w.log, nil))
 		w.detector = New(Options{Evidence: w, Prober: w, Flows: w, Put: w.put, Log: log})

@@ -37,6 +37,8 @@ const (
 type history struct {
 	of    map[netip.AddrPort]*past
 	round uint32
+	// at is when it was read last.
+	at time.Time
 }
 
 // past is what is known of one endpoint.
@@ -61,7 +63,7 @@ type slot struct {
 
 // observe takes a reading of the kernel's set.
 func (h *history) observe(now time.Time, answers []dataplane.Answer) {
-	h.round++
+	h.round, h.at = h.round+1, now
 	for _, a := range answers {
 		p := h.of[a.Endpoint]
 		last := now.Add(-a.Ago)

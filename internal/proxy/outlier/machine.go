@@ -126,6 +126,13 @@ type track struct {
 	silence time.Duration
 	proven  time.Time
 
+	// asks says who asks for probes, and path for what path, if by HTTP, which it is once the endpoint is known to have
+	// accepted a client. missed is since when probes fail, and used says that it is in a pool as a last resort.
+	asks        asks
+	path        string
+	known, used bool
+	missed      time.Time
+
 	flush flush
 	// announced says that it is logged what became of an unhealthy endpoint.
 	announced bool
@@ -136,16 +143,32 @@ type machine struct {
 	tracks map[trackKey]*track
 	// owned counts the tracks of each namespace.
 	owned map[string]int
+	// asked counts those whose probes somebody asks for, of each namespace, and askedAll of all.
+	asked    map[string]int
+	askedAll int
+	// began is when the process began to look: just then, it knows nothing of what clients use.
+	began time.Time
 	// answers is the history of all endpoints, whichever Services they have.
 	answers history
 }
 
 func newMachine() *machine {
-	return &machine{tracks: map[trackKey]*track{}, owned: map[string]int{},
+	return &machine{tracks: map[trackKey]*track{}, owned: map[string]int{}, asked: map[string]int{},
 		answers: history{of: map[netip.AddrPort]*past{}}}
 }
 
-// forget removes a track.
+// add returns a new track; nil if there are too many.
+func (m *machine) add(k trackKey) *track {
+	if ns := k.service.Namespace; len(m.tracks) >= maxTracked || m.owned[ns] >= maxNamespaceTracked {
+		return nil
+	}
+	t := &track{trackKey: k}
+	m.tracks[k] = t
+	m.owned[t.namespace()]++
+	return t
+}
+
+// forget removes a track that nobody asks for.
 func (m *machine) forget(t *track) {
 	delete(m.tracks, t.trackKey)
 	if m.owned[t.namespace()]--; m.owned[t.namespace()] == 0 {
@@ -157,12 +180,16 @@ func (m *machine) forget(t *track) {
 func (m *machine) suspect(now time.Time, k trackKey, cause snapshot.Cause, ports []*dataplane.ServicePort) {
 	t := m.tracks[k]
 	if t == nil {
-		if ns := k.service.Namespace; len(ports) == 0 || len(m.tracks) >= maxTracked || m.owned[ns] >= maxNamespaceTracked {
+		if len(ports) == 0 {
 			return
 		}
-		t = &track{trackKey: k, ports: ports}
-		m.tracks[k] = t
-		m.owned[t.namespace()]++
+		if t = m.add(k); t == nil {
+			return
+		}
+		t.ports = ports
+	}
+	if t.asks == asResort { // which is probed all the time
+		return
 	}
 	if now.Sub(t.touched) > time.Minute {
 		t.quiet = 0
@@ -197,6 +224,8 @@ func (m *machine) found(now time.Time, k trackKey, o Outcome) (changed bool) {
 	was := t.doubtful()
 	t.outcome = o
 	switch {
+	case t.asks == asResort:
+		return m.foundResort(now, t, o)
 	case t.state == unhealthy:
 		return m.recheck(now, t, o)
 	case o == Accepted:
@@ -204,12 +233,18 @@ func (m *machine) found(now time.Time, k trackKey, o Outcome) (changed bool) {
 	case o == Failed:
 		t.clear(now, doubtMost)
 	default:
+		first := t.asks == byService && t.missed.IsZero()
+		if t.asks == byService && m.missedAgain(now, t, o) {
+			return true
+		}
 		if t.state == suspected {
 			t.flush.wanted = true
 		}
 		t.state, t.touched = doubted, now
 		t.quiet = min(max(2*t.quiet, quietFirst), doubtMost)
-		t.due = now.Add(t.quiet)
+		if t.due = now.Add(t.quiet); first {
+			t.due = now.Add(recoverFirst)
+		}
 	}
 	return t.doubtful() != was
 }
@@ -225,9 +260,15 @@ func (t *track) doubtful() bool {
 
 // clear ends a suspicion. Evidence that comes within a pause leads to a probe after it.
 func (t *track) clear(now time.Time, most time.Duration) {
-	t.state, t.touched, t.due = cleared, now, time.Time{}
+	t.state, t.touched, t.due, t.missed = cleared, now, time.Time{}, time.Time{}
 	t.quiet = min(max(2*t.quiet, quietFirst), most)
 	t.quietUntil = now.Add(t.quiet)
+	if t.asks != unasked {
+		t.due = now.Add(askEvery)
+		if most == doubtMost {
+			t.due = clock.Later(t.due, t.quietUntil)
+		}
+	}
 	t.flush = flush{}
 }
 
@@ -268,7 +309,7 @@ func (m *machine) fail(now time.Time, t *track, silence time.Duration) {
 	}
 	t.trial = min(max(2*t.trial, trialFirst), trialMost)
 	t.state, t.judged, t.touched, t.silence = unhealthy, now, now, silence
-	t.quiet, t.quietUntil, t.answering = 0, time.Time{}, time.Time{}
+	t.quiet, t.quietUntil, t.answering, t.missed = 0, time.Time{}, time.Time{}, time.Time{}
 	t.pause, t.announced, t.flush = recoverFirst, false, flush{ejected: t.flush.ejected}
 	t.due, t.trialEnd = now.Add(t.pause), now.Add(t.trial)
 	m.answers.freeze(t.endpoint)
@@ -306,7 +347,9 @@ func (m *machine) recheck(now time.Time, t *track, o Outcome) (changed bool) {
 // comeBack makes an endpoint healthy again.
 func (t *track) comeBack(now time.Time) {
 	t.state, t.due, t.trialEnd, t.probing, t.outcome = cleared, time.Time{}, time.Time{}, false, Accepted
-	t.returned, t.touched, t.flush = now, now, flush{}
+	if t.returned, t.touched, t.flush = now, now, (flush{}); t.asks != unasked {
+		t.due = now.Add(askEvery)
+	}
 }
 
 // advance decides about endpoints by the time and the answers to clients, and forgets endpoints. It returns those whose
@@ -315,12 +358,13 @@ func (m *machine) advance(now time.Time) (changed []*track) {
 	for _, t := range m.tracks {
 		was, p := t.doubtful(), m.answers.of[t.endpoint]
 		t.mute = t.outcome == Silent && p != nil && now.Sub(p.last) >= muteFor
+		m.advanceAsked(now, t)
 		switch {
-		case t.state == unhealthy && p != nil && p.last.After(t.judged):
+		case t.state == unhealthy && t.hasTrial() && p != nil && p.last.After(t.judged):
 			t.recovered = now
 			t.comeBack(now)
 			changed = append(changed, t)
-		case t.state == unhealthy && !now.Before(t.trialEnd):
+		case t.state == unhealthy && t.hasTrial() && !now.Before(t.trialEnd):
 			t.comeBack(now)
 			changed = append(changed, t)
 		case t.state == doubted:
@@ -329,14 +373,14 @@ func (m *machine) advance(now time.Time) (changed []*track) {
 			case yes && now.Sub(t.proven) < proofLasts:
 				m.fail(now, t, silence)
 				changed = append(changed, t)
-			case now.Sub(t.evidence) >= doubtMemory && !t.probing:
+			case now.Sub(clock.Later(t.evidence, t.missed)) >= doubtMemory && !t.probing:
 				if t.clear(now, doubtMost); was {
 					changed = append(changed, t)
 				}
 			case t.doubtful() != was:
 				changed = append(changed, t)
 			}
-		case t.state == cleared && !t.probing && now.Sub(t.touched) >= memory:
+		case t.state == cleared && t.asks == unasked && !t.probing && now.Sub(t.touched) >= memory:
 			m.forget(t)
 		}
 	}
@@ -346,7 +390,7 @@ func (m *machine) advance(now time.Time) (changed []*track) {
 // decides says whether an endpoint may be ejected, or come back, with the next answer.
 func (m *machine) decides() bool {
 	for _, t := range m.tracks {
-		if t.state != cleared {
+		if t.asks != asResort && t.state != cleared {
 			return true
 		}
 	}
@@ -364,7 +408,9 @@ func (m *machine) next() (at time.Time, any bool) {
 		if !t.probing {
 			earlier(t.due)
 		}
-		earlier(t.trialEnd)
+		if t.hasTrial() {
+			earlier(t.trialEnd)
+		}
 		earlier(t.flush.due)
 	}
 	return at, any

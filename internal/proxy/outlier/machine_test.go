@@ -331,6 +331,14 @@ func playWorld(t *testing.T, r *rand.Rand) (ejected int) {
 		if n := r.IntN(endpoints); r.IntN(3) == 0 {
 			suspect(m, now, fmt.Sprint("ns", n%4), n)
 		}
+		if n := r.IntN(endpoints); r.IntN(10) == 0 {
+			k := trackKey{snapshot.Name{Namespace: fmt.Sprint("ns", n%4), Name: "web"}, endpoint(n)}
+			if t := m.tracks[k]; t != nil && t.asks != unasked && r.IntN(4) == 0 {
+				m.unask(t)
+			} else if t := m.ask(now, k, []asks{byService, asResort}[n%5/4]); t != nil {
+				t.ports, t.proven = []*dataplane.ServicePort{{}}, now
+			}
+		}
 		for k, at := range results {
 			if !now.Before(at) {
 				delete(results, k)
@@ -348,14 +356,20 @@ func playWorld(t *testing.T, r *rand.Rand) (ejected int) {
 
 func checkWorld(t *testing.T, m *machine, now time.Time, lastProbe map[trackKey]time.Time, up func(int) bool) {
 	t.Helper()
-	probing := 0
+	probing, asked, owned := 0, 0, 0
+	for ns := range m.owned {
+		asked, owned = asked+m.asked[ns], owned+m.owned[ns]
+	}
 	next, any := m.next()
 	for k, tr := range m.tracks {
 		e := k.endpoint
 		if tr.probing {
 			probing++
 		}
-		if tr.state != unhealthy {
+		if tr.asks != unasked {
+			asked--
+		}
+		if tr.state != unhealthy || tr.asks == asResort {
 			continue
 		}
 		if up(int(e.Addr().As4()[3])) {
@@ -376,6 +390,9 @@ func checkWorld(t *testing.T, m *machine, now time.Time, lastProbe map[trackKey]
 	}
 	if probing > maxProbes {
 		t.Fatalf("%d probes at a time", probing)
+	}
+	if asked != 0 || owned != len(m.tracks) {
+		t.Fatalf("%d tracks more are asked for than there are; %d of %d are somebody's", asked, owned, len(m.tracks))
 	}
 }
 

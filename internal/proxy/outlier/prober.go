@@ -15,12 +15,13 @@ import (
 // of processor time has more time to send and to answer.
 const (
 	attempts = 16
+	gently   = 3
 	tick     = 20 * time.Millisecond
 	// lastTicks is how long the last attempt has.
 	lastTicks = 10
 )
 
-// TCP probes endpoints by TCP connections, on which it sends nothing, and which it resets.
+// TCP probes endpoints by TCP connections, on which it sends nothing, and which it resets; or by HTTP.
 type TCP struct {
 	// connect, if not nil, is used instead of connect.
 	connect func(netip.AddrPort) attempt
@@ -35,8 +36,16 @@ type attempt interface {
 }
 
 // Probe connects to an endpoint up to 16 times within 0.3 s. It ends with the first connection, or after 0.5 s, or
-// later if its timers are late. What has arrived by then counts.
-func (p *TCP) Probe(ctx context.Context, endpoint netip.AddrPort) Outcome {
+// later if its timers are late. What has arrived by then counts. Gently, it connects three times.
+// With a path, it asks for that instead, for 2 s.
+func (p *TCP) Probe(ctx context.Context, endpoint netip.AddrPort, how Manner) Outcome {
+	if how.Path != "" {
+		return get(ctx, endpoint, how.Path)
+	}
+	most := attempts
+	if how.Gently {
+		most = gently
+	}
 	begin := p.connect
 	if begin == nil {
 		begin = connect
@@ -63,7 +72,7 @@ func (p *TCP) Probe(ctx context.Context, endpoint netip.AddrPort) Outcome {
 		switch {
 		case seen[Accepted] > 0:
 			return Accepted
-		case n < attempts:
+		case n < most:
 			open = append(open, begin(endpoint))
 		case len(open) == 0 || n == attempts-1+lastTicks:
 			seen[Silent] += len(open)

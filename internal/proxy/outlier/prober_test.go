@@ -52,7 +52,7 @@ func TestProbe(t *testing.T) {
 		}{{8080, 40, Accepted, 0}, {8081, 1, Silent, 450 * time.Millisecond}, {8082, 1, Silent, 0}, {8083, 1, Rejected, 0}} {
 			for range test.times {
 				start := time.Now()
-				got := p.Probe(t.Context(), netip.AddrPortFrom(pod.IP(f), test.port))
+				got := p.Probe(t.Context(), netip.AddrPortFrom(pod.IP(f), test.port), Manner{})
 				if took := time.Since(start); got != test.want || took < test.least || took > 10*time.Second {
 					t.Errorf("%v port %d: %v after %v, want %v", f, test.port, got, took, test.want)
 				}
@@ -126,7 +126,7 @@ func TestLateProbe(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
 				start := time.Now()
-				o := (&TCP{connect: c.wire.connect}).Probe(t.Context(), endpoint(1))
+				o := (&TCP{connect: c.wire.connect}).Probe(t.Context(), endpoint(1), Manner{})
 				if took := time.Since(start); o != c.want || took > c.most || c.wire.open != 0 {
 					t.Errorf("%v after %v, %d attempts are open; want %v within %v", o, took, c.wire.open, c.want, c.most)
 				}
@@ -142,7 +142,7 @@ func TestProbeEnds(t *testing.T) {
 		defer cancel()
 		w := &wire{late: func(int) time.Duration { return 0 }, lost: func(int) bool { return true }}
 		start := time.Now()
-		o := (&TCP{connect: w.connect}).Probe(ctx, endpoint(1))
+		o := (&TCP{connect: w.connect}).Probe(ctx, endpoint(1), Manner{})
 		if o != Failed || time.Since(start) > 3*tick || w.open != 0 {
 			t.Errorf("%v after %v, %d attempts are open", o, time.Since(start), w.open)
 		}

@@ -17,7 +17,10 @@ type Stats struct {
 	Unhealthy, Ejected [2]int
 	Ejections          [2]uint64
 	// Probes counts probes by outcome.
-	Probes       [4]uint64
+	Probes [4]uint64
+	// LastResort is how many endpoints are used though they are not ready, and LastResorts how often one came to be.
+	LastResort   int
+	LastResorts  uint64
 	FlowsDeleted uint64
 	ReadErrors   uint64
 }
@@ -28,7 +31,10 @@ func (d *Detector) Stats() Stats {
 	defer d.mu.Unlock()
 	s := d.stats
 	for _, t := range d.machine.tracks {
-		if t.state != unhealthy {
+		if t.used {
+			s.LastResort++
+		}
+		if t.state != unhealthy || t.asks == asResort {
 			continue
 		}
 		s.Unhealthy[t.cause]++

@@ -22,16 +22,17 @@ func watches(sp *dataplane.ServicePort) bool {
 		sp.SecondChance != snapshot.SecondChanceDefault
 }
 
-// eachPort calls do for each port of a Service that is looked after. The Service may be nil.
+// eachPort calls do for each port of a Service that is looked after, or has a last resort. The Service may be nil.
 func eachPort(svc *dataplane.Service, do func(*dataplane.ServicePort)) {
 	for sp := range svc.EachPort() {
-		if watches(sp) {
+		if watches(sp) || len(sp.Resort) > 0 {
 			do(sp)
 		}
 	}
 }
 
-// eachEndpoint calls do for each endpoint of a port's pools, ejected ones included, perhaps twice.
+// eachEndpoint calls do for each endpoint of a port's pools, ejected ones and those of the last resort included,
+// perhaps twice.
 func eachEndpoint(sp *dataplane.ServicePort, do func(netip.AddrPort)) {
 	for _, p := range pools(sp) {
 		for i := range p.Endpoints {
@@ -40,6 +41,9 @@ func eachEndpoint(sp *dataplane.ServicePort, do func(netip.AddrPort)) {
 		for i := range p.Ejected {
 			do(p.Ejected[i].Endpoint)
 		}
+	}
+	for _, e := range sp.Resort {
+		do(e)
 	}
 }
 
@@ -102,22 +106,23 @@ func endsWith(ports []*dataplane.ServicePort, sp *dataplane.ServicePort) bool {
 func (d *Detector) replace(name snapshot.Name, now *dataplane.Service) {
 	touched := map[*track]bool{}
 	eachPort(d.services.byName[name], func(sp *dataplane.ServicePort) {
-		d.services.watched--
+		d.services.count(sp, -1)
 		d.eachTrack(name, sp, func(t *track) {
 			t.ports = nil
 			touched[t] = true
 		})
 	})
 	eachPort(now, func(sp *dataplane.ServicePort) {
-		d.services.watched++
+		d.services.count(sp, +1)
 		d.eachTrack(name, sp, func(t *track) {
 			if !endsWith(t.ports, sp) {
 				t.ports = append(t.ports, sp)
 			}
 		})
 	})
+	d.askFor(name, now, touched)
 	for t := range touched {
-		if len(t.ports) == 0 {
+		if len(t.ports) == 0 && d.machine.tracks[t.trackKey] == t {
 			d.machine.forget(t)
 		}
 	}
@@ -139,12 +144,24 @@ func (d *Detector) eachTrack(name snapshot.Name, sp *dataplane.ServicePort, do f
 	})
 }
 
+// count counts a port that comes or goes, if its endpoints are looked after.
+func (s *services) count(sp *dataplane.ServicePort, by int) {
+	if watches(sp) {
+		s.watched += by
+	}
+}
+
 // health returns what is known of a Service's endpoints, nil if nothing.
 func (d *Detector) health(name snapshot.Name) *snapshot.Health {
 	var h snapshot.Health
 	eachPort(d.services.byName[name], func(sp *dataplane.ServicePort) {
 		d.eachTrack(name, sp, func(t *track) {
-			if t.state == unhealthy || t.doubtful() {
+			switch {
+			case t.asks == asResort && t.state == cleared:
+				h.Unhealthy = append(h.Unhealthy, snapshot.Unhealthy{Endpoint: t.endpoint, Cause: snapshot.Resort,
+					Since: t.recovered})
+			case t.asks == asResort:
+			case t.state == unhealthy || t.doubtful():
 				h.Unhealthy = append(h.Unhealthy, snapshot.Unhealthy{Endpoint: t.endpoint, Cause: t.cause, Since: t.since,
 					Doubtful: t.state != unhealthy})
 			}

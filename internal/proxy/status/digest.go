@@ -140,6 +140,10 @@ func (w *writer) service(s *snapshot.Service) {
 	if s.Backends != nil { // last, so that all others have the digests that they had before there were backends
 		w.backends(s.Backends)
 	}
+	if s.Local != "" || s.LastResort != snapshot.LastResortDefault || s.Probe.Asked { // in the same way
+		w.text("local", s.Local, s.LastResort.String(), s.Probe.Path)
+		w.flags(s.Probe.Asked)
+	}
 }
 
 func (w *writer) backends(b *snapshot.Backends) {
