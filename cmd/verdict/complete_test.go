@@ -136,7 +136,8 @@ func TestKubectlJSON(t *testing.T) {
 // TestJSONEverywhere: every command that prints a result has -o json. Others print rules, or run until they are told to
 // stop.
 func TestJSONEverywhere(t *testing.T) {
-	none := []string{"completion", "help", "run", "collect", "demo", "render", "dashboard", "plan", "serve", "dial"}
+	none := []string{"completion", "help", "run", "collect", "gateway", "demo", "render", "dashboard", "plan", "serve",
+		"dial"}
 	for _, root := range []*cobra.Command{newRoot(), newKubectl()} {
 		var walk func(cmd *cobra.Command)
 		walk = func(cmd *cobra.Command) {
