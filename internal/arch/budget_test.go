@@ -9,14 +9,14 @@ import (
 // budget is how many lines of Go each wing of the product may have, without tests. To raise a number is a decision: say
 // in the commit what the lines are for, and what they replace.
 var budget = map[string]int{
-	"cmd":              4_800,
-	"nft":              18_150,
+	"cmd":              4_810,
+	"nft":              18_160,
 	"ipvsplugin":       3_280,
-	"sync":             14_475,
-	"internal/system":  7_590,
-	"internal/proxy":   26_990,
-	"internal/answers": 14_960,
-	"internal/lab":     7_300,
+	"sync":             14_890,
+	"internal/system":  7_600,
+	"internal/proxy":   27_690,
+	"internal/answers": 15_050,
+	"internal/lab":     7_310,
 }
 
 // slack is how far below its budget a wing may be before the budget has to follow.
