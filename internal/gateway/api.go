@@ -8,6 +8,7 @@ import (
 	"reflect"
 
 	corev1 "k8s.io/api/core/v1"
+	discoveryv1 "k8s.io/api/discovery/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/runtime"
@@ -37,6 +38,8 @@ func newCodecs() serializer.CodecFactory {
 			&gatewayv1.UDPRouteList{}, &gatewayv1.ReferenceGrant{}, &gatewayv1.ReferenceGrantList{})
 		metav1.AddToGroupVersion(s, gv)
 	}
+	s.AddKnownTypes(discoveryv1.SchemeGroupVersion, &discoveryv1.EndpointSlice{}, &discoveryv1.EndpointSliceList{})
+	metav1.AddToGroupVersion(s, discoveryv1.SchemeGroupVersion)
 	metav1.AddToGroupVersion(s, corev1.SchemeGroupVersion)
 	metav1.AddToGroupVersion(s, schema.GroupVersion{Version: "v1"})
 	return serializer.NewCodecFactory(s)
@@ -47,8 +50,8 @@ var versions = []string{"v1", "v1beta1", "v1alpha2"}
 
 // api has a client for each group and version.
 type api struct {
-	core    *rest.RESTClient
-	gateway map[string]*rest.RESTClient
+	core, discovery *rest.RESTClient
+	gateway         map[string]*rest.RESTClient
 	// limiter bounds the writes.
 	limiter flowcontrol.RateLimiter
 }
@@ -66,6 +69,9 @@ func newAPI(config *rest.Config) (*api, error) {
 	if a.core, err = newClient(config, corev1.SchemeGroupVersion); err != nil {
 		return nil, err
 	}
+	if a.discovery, err = newClient(config, discoveryv1.SchemeGroupVersion); err != nil {
+		return nil, err
+	}
 	for _, v := range versions {
 		gv := schema.GroupVersion{Group: gatewayv1.GroupName, Version: v}
 		if a.gateway[v], err = newClient(config, gv); err != nil {
@@ -79,8 +85,11 @@ func newClient(config *rest.Config, gv schema.GroupVersion) (*rest.RESTClient, e
 	c := rest.CopyConfig(config)
 	c.GroupVersion, c.APIPath, c.QPS = &gv, "/apis", -1
 	c.ContentType, c.AcceptContentTypes = runtime.ContentTypeJSON, runtime.ContentTypeJSON
+	if gv.Group != gatewayv1.GroupName {
+		c.AcceptContentTypes = runtime.ContentTypeProtobuf + "," + runtime.ContentTypeJSON
+	}
 	if gv.Group == "" {
-		c.APIPath, c.AcceptContentTypes = "/api", runtime.ContentTypeProtobuf+","+runtime.ContentTypeJSON
+		c.APIPath = "/api"
 	}
 	c.WarningHandler = rest.NoWarnings{}
 	if c.UserAgent == "" {

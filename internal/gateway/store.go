@@ -141,7 +141,8 @@ func trimService(s *corev1.Service) {
 	maps.DeleteFunc(s.Labels, func(k, _ string) bool { return !strings.HasPrefix(k, "service.kubernetes.io/") })
 	*s = corev1.Service{
 		ObjectMeta: metav1.ObjectMeta{Namespace: s.Namespace, Name: s.Name, UID: s.UID, Labels: s.Labels},
-		Spec:       corev1.ServiceSpec{Type: s.Spec.Type, ClusterIP: s.Spec.ClusterIP, Ports: s.Spec.Ports}}
+		Spec: corev1.ServiceSpec{Type: s.Spec.Type, ClusterIP: s.Spec.ClusterIP, ClusterIPs: s.Spec.ClusterIPs,
+			Ports: s.Spec.Ports}}
 	for i := range s.Spec.Ports {
 		p := &s.Spec.Ports[i]
 		*p = corev1.ServicePort{Name: p.Name, Port: p.Port, Protocol: p.Protocol}
