@@ -17,10 +17,10 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/client-go/rest"
 	"k8s.io/client-go/util/flowcontrol"
-	"k8s.io/klog/v2"
 	gatewayv1 "sigs.k8s.io/gateway-api/apis/v1"
 
 	"github.com/verdict-proxy/verdict/internal/gateway/routes"
+	"github.com/verdict-proxy/verdict/sync/watch"
 )
 
 // newCodecs returns what knows the only types that are decoded; a proxy on a node has none. Objects have the same form
@@ -60,7 +60,7 @@ type api struct {
 const writesPerSecond, writeBurst = 200, 200
 
 func newAPI(config *rest.Config) (*api, error) {
-	klog.SetLogger(klog.Logger{}) // client-go would log what we log anyway
+	watch.QuietClientGo()
 	a := &api{gateway: map[string]*rest.RESTClient{},
 		limiter: flowcontrol.NewTokenBucketRateLimiter(writesPerSecond, writeBurst)}
 	config = rest.CopyConfig(config)
