@@ -13,6 +13,7 @@ import (
 
 	authenticationv1 "k8s.io/api/authentication/v1"
 	corev1 "k8s.io/api/core/v1"
+	discoveryv1 "k8s.io/api/discovery/v1"
 	rbacv1 "k8s.io/api/rbac/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
@@ -24,8 +25,8 @@ import (
 	"github.com/verdict-proxy/verdict/internal/system/testkit"
 )
 
-// TestGatewayPolicy: at a real API server, the controller may write Services that a Gateway owns, and no others, even
-// with all rights of RBAC.
+// TestGatewayPolicy: at a real API server, the controller may write Services that a Gateway owns and EndpointSlices of
+// its own, and no others, even with all rights of RBAC.
 func TestGatewayPolicy(t *testing.T) {
 	plane, host := startPlane(t)
 	o, err := decode(kustomize(t, "../../test/testdata/gateway"))
@@ -53,6 +54,7 @@ func TestGatewayPolicy(t *testing.T) {
 		return deniedByPolicy(err)
 	})
 	checkDenied(t, own, owner)
+	checkSlices(t, client)
 	_, err = own.Create(t.Context(), gatewayService("new", owner), metav1.CreateOptions{})
 	check(t, err)
 	made, err := own.Get(t.Context(), "ours", metav1.GetOptions{})
@@ -113,6 +115,10 @@ func TestGatewayCluster(t *testing.T) {
 			return !slices.ContainsFunc(wants, func(want string) bool { return !strings.Contains(text, want) })
 		}, func() string { return c.conditions(path) })
 	}
+	testkit.Eventually(t, time.Minute, "there are EndpointSlices", func() bool {
+		list, err := c.plane.Client.DiscoveryV1().EndpointSlices("edge").List(t.Context(), metav1.ListOptions{})
+		return err == nil && len(list.Items) > 0
+	})
 	if log := c.collectors["one"].Tail(); strings.Contains(log, "forbidden") {
 		t.Error("a right is missing")
 	}
@@ -171,6 +177,25 @@ func checkDenied(t *testing.T, own clientcorev1.ServiceInterface, owner metav1.O
 	} {
 		if !deniedByPolicy(err) {
 			t.Errorf("%s: %v", what, err)
+		}
+	}
+}
+
+// checkSlices: only EndpointSlices with the controller's label, of Services with names of Gateways' ones, can be made.
+func checkSlices(t *testing.T, client kubernetes.Interface) {
+	t.Helper()
+	const own = "gateway.verdict-proxy.github.io"
+	for labels, denied := range map[[2]string]bool{{own, "db-verdict"}: false, {own, "db"}: true,
+		{"someone", "db-verdict"}: true, {}: true} {
+		s := &discoveryv1.EndpointSlice{AddressType: discoveryv1.AddressTypeIPv4, Endpoints: []discoveryv1.Endpoint{}}
+		s.GenerateName, s.Labels = "s-", map[string]string{discoveryv1.LabelManagedBy: labels[0],
+			discoveryv1.LabelServiceName: labels[1]}
+		if labels[0] == "" {
+			s.Labels = nil
+		}
+		_, err := client.DiscoveryV1().EndpointSlices("default").Create(t.Context(), s, metav1.CreateOptions{})
+		if deniedByPolicy(err) != denied || !denied && err != nil {
+			t.Errorf("an EndpointSlice with the labels %v: %v", s.Labels, err)
 		}
 	}
 }

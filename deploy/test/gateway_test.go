@@ -98,8 +98,8 @@ func TestGatewayRights(t *testing.T) {
 	}
 }
 
-// gatewayAPI is a collectorAPI that has Gateway API: a Gateway without a Service, one whose Service is another than it
-// should be, and one that must have none.
+// gatewayAPI is a collectorAPI that has Gateway API: a Gateway without a Service, one whose Service and EndpointSlice
+// are others than they should be, and one that must have none.
 type gatewayAPI struct {
 	collectorAPI
 	// kept are the objects by resource and by namespace/name.
@@ -135,13 +135,17 @@ namespaces:
 - metadata: {name: shop}
 services:
 - metadata: {namespace: shop, name: cart}
-  spec: {clusterIP: 10.43.0.9, ports: [{port: 80}]}
+  spec: {clusterIP: 10.43.0.9, clusterIPs: [10.43.0.9], ports: [{port: 80}]}
 - metadata: {namespace: edge, name: old-verdict, ownerReferences: [{apiVersion: gateway.networking.k8s.io/v1,
     kind: Gateway, name: old, uid: gateways-edge-old, controller: true}]}
   spec: {clusterIP: 10.43.0.8, ports: [{port: 80}]}
 - metadata: {namespace: edge, name: time-verdict, ownerReferences: [{apiVersion: gateway.networking.k8s.io/v1,
     kind: Gateway, name: time, uid: gateways-edge-time, controller: true}]}
   spec: {clusterIP: 10.43.0.6, ports: [{port: 80}]}
+endpointslices:
+- metadata: {namespace: edge, name: time-verdict-ipv4}
+  addressType: IPv4
+  endpoints: [{addresses: [192.0.2.1]}]
 configmaps:
 - metadata: {namespace: kube-system, name: verdict-cluster}
   data: {serviceType: ClusterIP}
@@ -198,8 +202,9 @@ func (a *gatewayAPI) ServeHTTP(w http.ResponseWriter, q *http.Request) {
 		a.mu.Lock()
 		defer a.mu.Unlock()
 		kind, version := gatewayKinds[rest[0]], "v1"
-		if strings.HasPrefix(q.URL.Path, "/apis/") {
-			version = "gateway.networking.k8s.io/v1"
+		if group, found := strings.CutPrefix(q.URL.Path, "/apis/"); found {
+			group, _, _ = strings.Cut(group, "/")
+			version = group + "/v1"
 		}
 		writeJSON(w, map[string]any{"kind": kind + "List", "apiVersion": version,
 			"metadata": map[string]any{"resourceVersion": fmt.Sprint(a.version)},
@@ -211,7 +216,8 @@ func (a *gatewayAPI) ServeHTTP(w http.ResponseWriter, q *http.Request) {
 
 // gatewayKinds are the kinds of the resources that are listed.
 var gatewayKinds = map[string]string{"gatewayclasses": "GatewayClass", "gateways": "Gateway", "tcproutes": "TCPRoute",
-	"udproutes": "UDPRoute", "referencegrants": "ReferenceGrant", "services": "Service", "namespaces": "Namespace"}
+	"udproutes": "UDPRoute", "referencegrants": "ReferenceGrant", "services": "Service", "namespaces": "Namespace",
+	"endpointslices": "EndpointSlice"}
 
 // discover says which resources a version has.
 func (a *gatewayAPI) discover(w http.ResponseWriter, version string) {

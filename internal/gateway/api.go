@@ -8,6 +8,7 @@ import (
 	"reflect"
 
 	corev1 "k8s.io/api/core/v1"
+	discoveryv1 "k8s.io/api/discovery/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/runtime"
@@ -16,10 +17,10 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/client-go/rest"
 	"k8s.io/client-go/util/flowcontrol"
-	"k8s.io/klog/v2"
 	gatewayv1 "sigs.k8s.io/gateway-api/apis/v1"
 
 	"github.com/verdict-proxy/verdict/internal/gateway/routes"
+	"github.com/verdict-proxy/verdict/sync/watch"
 )
 
 // newCodecs returns what knows the only types that are decoded; a proxy on a node has none. Objects have the same form
@@ -37,6 +38,8 @@ func newCodecs() serializer.CodecFactory {
 			&gatewayv1.UDPRouteList{}, &gatewayv1.ReferenceGrant{}, &gatewayv1.ReferenceGrantList{})
 		metav1.AddToGroupVersion(s, gv)
 	}
+	s.AddKnownTypes(discoveryv1.SchemeGroupVersion, &discoveryv1.EndpointSlice{}, &discoveryv1.EndpointSliceList{})
+	metav1.AddToGroupVersion(s, discoveryv1.SchemeGroupVersion)
 	metav1.AddToGroupVersion(s, corev1.SchemeGroupVersion)
 	metav1.AddToGroupVersion(s, schema.GroupVersion{Version: "v1"})
 	return serializer.NewCodecFactory(s)
@@ -47,8 +50,8 @@ var versions = []string{"v1", "v1beta1", "v1alpha2"}
 
 // api has a client for each group and version.
 type api struct {
-	core    *rest.RESTClient
-	gateway map[string]*rest.RESTClient
+	core, discovery *rest.RESTClient
+	gateway         map[string]*rest.RESTClient
 	// limiter bounds the writes.
 	limiter flowcontrol.RateLimiter
 }
@@ -57,13 +60,16 @@ type api struct {
 const writesPerSecond, writeBurst = 200, 200
 
 func newAPI(config *rest.Config) (*api, error) {
-	klog.SetLogger(klog.Logger{}) // client-go would log what we log anyway
+	watch.QuietClientGo()
 	a := &api{gateway: map[string]*rest.RESTClient{},
 		limiter: flowcontrol.NewTokenBucketRateLimiter(writesPerSecond, writeBurst)}
 	config = rest.CopyConfig(config)
 	config.NegotiatedSerializer = newCodecs().WithoutConversion()
 	var err error
 	if a.core, err = newClient(config, corev1.SchemeGroupVersion); err != nil {
+		return nil, err
+	}
+	if a.discovery, err = newClient(config, discoveryv1.SchemeGroupVersion); err != nil {
 		return nil, err
 	}
 	for _, v := range versions {
@@ -79,8 +85,11 @@ func newClient(config *rest.Config, gv schema.GroupVersion) (*rest.RESTClient, e
 	c := rest.CopyConfig(config)
 	c.GroupVersion, c.APIPath, c.QPS = &gv, "/apis", -1
 	c.ContentType, c.AcceptContentTypes = runtime.ContentTypeJSON, runtime.ContentTypeJSON
+	if gv.Group != gatewayv1.GroupName {
+		c.AcceptContentTypes = runtime.ContentTypeProtobuf + "," + runtime.ContentTypeJSON
+	}
 	if gv.Group == "" {
-		c.APIPath, c.AcceptContentTypes = "/api", runtime.ContentTypeProtobuf+","+runtime.ContentTypeJSON
+		c.APIPath = "/api"
 	}
 	c.WarningHandler = rest.NoWarnings{}
 	if c.UserAgent == "" {

@@ -12,6 +12,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"slices"
 	"strconv"
 	"strings"
 	"sync"
@@ -19,6 +20,7 @@ import (
 	"time"
 
 	corev1 "k8s.io/api/core/v1"
+	discoveryv1 "k8s.io/api/discovery/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
@@ -26,6 +28,7 @@ import (
 	"k8s.io/client-go/tools/clientcmd"
 	"sigs.k8s.io/yaml"
 
+	"github.com/verdict-proxy/verdict/internal/gateway/routes"
 	"github.com/verdict-proxy/verdict/internal/lab/control"
 	"github.com/verdict-proxy/verdict/internal/lab/control/peers"
 	"github.com/verdict-proxy/verdict/internal/lab/labtest"
@@ -84,6 +87,8 @@ func path(resource, namespace, name string) string {
 	switch resource {
 	case services, "namespaces", "configmaps":
 		at = "/api/v1"
+	case endpointSlices:
+		at = "/apis/discovery.k8s.io/v1"
 	case "customresourcedefinitions":
 		at = "/apis/apiextensions.k8s.io/v1"
 	}
@@ -204,10 +209,12 @@ func TestObjects(t *testing.T) {
 	c.eventually("Accepted", theRoute)
 	c.eventually(ProgrammedCondition, theRoute)
 	c.balanced()
+	c.sliced()
 	before := c.writes()
 	t.Logf("writes: %v", before)
 	for w, n := range before {
-		if w[1] != Outcomes[0] || w[0] == gateways+"/status" && n != 4 || w[0] == tcpRoutes+"/status" && n != 1 {
+		if w[1] != Outcomes[0] || w[0] == gateways+"/status" && n != 4 || w[0] == tcpRoutes+"/status" && n != 1 ||
+			w[0] == endpointSlices && n != 1 {
 			t.Errorf("%v: %d", w, n)
 		}
 	}
@@ -238,6 +245,28 @@ func TestObjects(t *testing.T) {
 	})
 	c.remove(theService) // nobody collects garbage here
 	c.withoutDefinitions()
+}
+
+// sliced: the Gateway's Service has one EndpointSlice, whose endpoints are the backends' cluster IPs.
+func (c *cluster) sliced() {
+	c.t.Helper()
+	list, err := c.plane.Client.DiscoveryV1().EndpointSlices("").List(c.t.Context(), metav1.ListOptions{
+		LabelSelector: discoveryv1.LabelManagedBy + "=" + routes.ManagedBy})
+	labtest.Check(c.t, err)
+	var want, got []string
+	for _, name := range []string{"db", "db-next"} {
+		s, err := c.plane.Client.CoreV1().Services("shop").Get(c.t.Context(), name, metav1.GetOptions{})
+		labtest.Check(c.t, err)
+		want = append(want, s.Spec.ClusterIP)
+	}
+	for _, s := range list.Items {
+		for _, e := range s.Endpoints {
+			got = append(got, e.Addresses...)
+		}
+	}
+	if len(list.Items) != 1 || !slices.Equal(got, want) {
+		c.t.Errorf("%d EndpointSlices with %v, want %v", len(list.Items), got, want)
+	}
 }
 
 // balanced has a class with load balancers: the Gateway is programmed once somebody gave the Service an address.

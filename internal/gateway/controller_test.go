@@ -8,8 +8,11 @@ import (
 	"time"
 
 	corev1 "k8s.io/api/core/v1"
+	discoveryv1 "k8s.io/api/discovery/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
 	gatewayv1 "sigs.k8s.io/gateway-api/apis/v1"
+	"sigs.k8s.io/yaml"
 
 	"github.com/verdict-proxy/verdict/internal/gateway/routes"
 	"github.com/verdict-proxy/verdict/internal/system/testkit"
@@ -90,6 +93,7 @@ const (
 	theGateway = "gateways/edge/db"
 	theRoute   = "tcproutes/shop/db"
 	theService = "services/edge/db-verdict"
+	theSlice   = "endpointslices/edge/db-verdict-ipv"
 )
 
 // expect waits until so many writes were made as are wanted, and compares them with all that come.
@@ -116,7 +120,7 @@ func TestProgrammed(t *testing.T) {
 	r.eventually(t, "Accepted", theRoute)
 	r.eventually(t, ProgrammedCondition, theRoute)
 	r.expect(t, "at first", "PATCH gatewayclasses//verdict/status", "POST "+theService,
-		"PATCH "+theService+"/status", "PATCH "+theGateway+"/status", "PATCH "+theRoute+"/status")
+		"PATCH "+theService+"/status", "PATCH "+theGateway+"/status", "PATCH "+theRoute+"/status", "POST "+theSlice+"4")
 	var s corev1.Service
 	if !r.get(theService, &s) || !strings.Contains(s.Annotations["verdict-proxy.github.io/backends"], `"weight":80`) {
 		t.Errorf("the Service is %+v", s)
@@ -303,4 +307,92 @@ spec: {controllerName: example.org/other}`)
 	if r.calm(); !r.get(theRoute, &route) || len(route.Status.Parents) > 0 {
 		t.Errorf("of the route's status is left %+v", route.Status)
 	}
+}
+
+// endpoints are the addresses in the Gateway's EndpointSlice of a family, 4 or 6, and who owns it.
+func (r *rig) endpoints(family string) (addresses []string, owner types.UID) {
+	var s discoveryv1.EndpointSlice
+	r.get(theSlice+family, &s)
+	for _, e := range s.Endpoints {
+		addresses = append(addresses, e.Addresses...)
+	}
+	if o := metav1.GetControllerOfNoCopy(&s); o != nil {
+		owner = o.UID
+	}
+	return addresses, owner
+}
+
+// TestSlices: the Gateway's Service has EndpointSlices with the cluster IPs of its backends, as they come and go, and
+// what somebody else writes into them does not stay.
+func TestSlices(t *testing.T) {
+	r := newRig(t)
+	r.put(t, edgeDB)
+	r.put(t, `kind: Service
+metadata: {namespace: shop, name: db}
+spec: {clusterIP: 10.96.0.8, clusterIPs: [10.96.0.8, "fd00::8"], ports: [{port: 5432, protocol: TCP}]}`)
+	r.put(t, shopDB(1, 0))
+	r.lead(t)
+	has := func(what, four, six string) {
+		t.Helper()
+		testkit.Eventually(t, 20*time.Second, what, func() bool {
+			addresses4, owner4 := r.endpoints("4")
+			addresses6, owner6 := r.endpoints("6")
+			var s corev1.Service
+			return strings.Join(addresses4, " ") == four && strings.Join(addresses6, " ") == six &&
+				r.get(theService, &s) && owner4 == s.UID && owner6 == s.UID
+		}, func() string { return fmt.Sprintln(r.endpoints("4")) + fmt.Sprintln(r.endpoints("6")) })
+	}
+	has("there are slices", "10.96.0.8", "fd00::8")
+	var next corev1.Service
+	r.get("services/shop/db-next", &next)
+	r.put(t, shopDB(1, 1))
+	has("another backend is in them", "10.96.0.8 "+next.Spec.ClusterIP, "fd00::8")
+	var s map[string]any
+	r.get(theSlice+"4", &s)
+	s["endpoints"] = []any{map[string]any{"addresses": []any{"192.0.2.66"}}}
+	text, err := yaml.Marshal(s)
+	if err != nil {
+		t.Fatal(err)
+	}
+	r.put(t, string(text))
+	has("what another wrote is gone", "10.96.0.8 "+next.Spec.ClusterIP, "fd00::8")
+	r.drop("services/shop/db")
+	has("a backend is gone", next.Spec.ClusterIP, "")
+	r.drop(theService) // nobody collects garbage here
+	has("the Service is another one", next.Spec.ClusterIP, "")
+	r.drop("services/shop/db-next")
+	has("all are refused", "", "")
+}
+
+// TestAgain: a Gateway that is deleted and made again takes over the Service that it had, with its address. One that is
+// being deleted it leaves alone, and says so.
+func TestAgain(t *testing.T) {
+	r := newRig(t)
+	r.put(t, edgeDB)
+	r.put(t, shopDB(1, 1))
+	r.lead(t)
+	r.eventually(t, "Programmed", theGateway)
+	var was, is corev1.Service
+	r.get(theService, &was)
+	r.drop(theGateway)
+	r.put(t, edgeDB)
+	r.eventually(t, "Programmed", theGateway)
+	r.eventually(t, "Accepted", theRoute)
+	var g routes.Gateway
+	if !r.get(theGateway, &g) || !r.get(theService, &is) || is.UID != was.UID || !metav1.IsControlledBy(&is, &g) ||
+		metav1.IsControlledBy(&was, &g) || len(is.OwnerReferences) != 1 || len(g.Status.Addresses) != 1 {
+		t.Errorf("the Service became %+v, the status %+v", is.ObjectMeta, g.Status)
+	}
+	r.drop(theGateway)
+	r.mu.Lock()
+	r.objects[theService]["metadata"].(map[string]any)["deletionTimestamp"] = "2026-11-27T12:00:00Z"
+	r.store(theService, "MODIFIED", r.objects[theService])
+	r.mu.Unlock()
+	r.put(t, edgeDB)
+	testkit.Eventually(t, 10*time.Second, "it says that it waits", func() bool {
+		c := r.condition(theGateway, "Programmed")
+		return c != nil && c.Reason == "Pending" && strings.Contains(c.Message, "is being deleted")
+	})
+	r.drop(theService)
+	r.eventually(t, "Programmed", theGateway)
 }

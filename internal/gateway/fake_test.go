@@ -51,7 +51,7 @@ type fakeEvent struct {
 
 var kinds = map[string]string{classes: "GatewayClass", gateways: "Gateway", tcpRoutes: "TCPRoute",
 	udpRoutes: "UDPRoute", "referencegrants": "ReferenceGrant", "namespaces": "Namespace", services: "Service",
-	"configmaps": "ConfigMap"}
+	"configmaps": "ConfigMap", endpointSlices: "EndpointSlice"}
 
 func newFakeAPI(t testing.TB) *fakeAPI {
 	f := &fakeAPI{version: 100, objects: map[string]map[string]any{}, news: make(chan struct{}),
@@ -95,6 +95,9 @@ func (f *fakeAPI) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		f.discover(w, version)
 		return
 	} else {
+		if parts[1] == "discovery.k8s.io" {
+			version = "core"
+		}
 		parts = parts[3:]
 	}
 	if parts[0] == "customresourcedefinitions" {
@@ -175,6 +178,9 @@ func (f *fakeAPI) list(w http.ResponseWriter, version, resource string) {
 func groupOf(resource, version string) string {
 	if resource == services || resource == "namespaces" || resource == "configmaps" {
 		return "v1"
+	}
+	if resource == endpointSlices {
+		return "discovery.k8s.io/v1"
 	}
 	if version == "" {
 		version = "v1"

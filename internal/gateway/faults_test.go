@@ -130,7 +130,7 @@ func TestKilledBetweenWrites(t *testing.T) {
 			r.lead(t)
 			r.eventually(t, "Programmed", theGateway)
 			r.eventually(t, ProgrammedCondition, theRoute)
-			if w := r.calm(); len(w) > 6 {
+			if w := r.calm(); len(w) > 7 {
 				t.Errorf("written was %q", w)
 			}
 		})

@@ -84,9 +84,10 @@ func (p *pass) class(c *routes.ClassPlan) {
 	}
 }
 
-// gateway writes a Gateway's Service, and the status that the Gateway has by now.
+// gateway writes a Gateway's Service with its EndpointSlices, and the status that the Gateway has by now.
 func (p *pass) gateway(g *routes.GatewayPlan) {
 	written := p.service(g)
+	p.slices(g)
 	now := g.Programmed
 	// Without the Service it is not known yet whether there is an address, which is a reason not to wait.
 	said := len(g.Needs) == 0 || written && equality.Semantic.DeepEqual(g.Programmed, g.Waiting)

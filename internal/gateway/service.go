@@ -23,10 +23,8 @@ func (p *pass) service(g *routes.GatewayPlan) (written bool) {
 	case g.Service == nil:
 		return true
 	case has == nil:
-		p.create(g.Service)
+		create(p, p.world.services, services, g.Service)
 		return false
-	case !routes.Owns(g.Object, has):
-		return false // somebody was faster: the next plan says so
 	case has.DeletionTimestamp != nil:
 		return false
 	}
@@ -41,7 +39,7 @@ func (p *pass) service(g *routes.GatewayPlan) (written bool) {
 		granted.Message = strings.Join(slices.Compact(all), " ")
 	}
 	if differs && (!adds || failed) {
-		p.update(has, want)
+		put(p, p.world.services, services, "", has, has, want)
 	}
 	if differs && !adds && !failed {
 		return false
@@ -63,23 +61,21 @@ func namesIn(c *metav1.Condition) []string {
 	return strings.Fields(c.Message)
 }
 
-func (p *pass) create(s *corev1.Service) {
-	body, err := json.Marshal(s)
-	if err != nil {
-		panic(err) // a Service can be written
-	}
-	p.add(services, "", nameOf(s), string(body), func(ctx context.Context) error {
-		made := &corev1.Service{}
-		err := p.api.core.Post().Namespace(s.Namespace).Resource(services).Body(body).Do(ctx).Into(made)
-		if err != nil {
-			return err
+// slices writes what is missing of the EndpointSlices of a Gateway's Service. Those of a Service that is gone go by
+// their owner references.
+func (p *pass) slices(g *routes.GatewayPlan) {
+	for _, want := range g.Slices {
+		has := p.world.slices.known[nameOf(want)]
+		if has == nil {
+			if len(want.Endpoints) > 0 {
+				create(p, p.world.slices, endpointSlices, want)
+			}
+			continue
 		}
-		return p.world.services.Update(made)
-	})
-}
-
-func (p *pass) update(has, want *corev1.Service) {
-	put(p, p.world.services, services, "", has, has, want)
+		if merged, differs := routes.MergeSlice(has, want); differs {
+			put(p, p.world.slices, endpointSlices, "", has, has, merged)
+		}
+	}
 }
 
 // remove deletes a Service, unless it has changed.

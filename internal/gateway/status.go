@@ -2,6 +2,7 @@ package gateway
 
 import (
 	"context"
+	"encoding/json"
 	"reflect"
 	"slices"
 
@@ -24,6 +25,22 @@ type withStatus[S any] struct {
 // status writes an object's status.
 func status[T object, S any](p *pass, s *store[T], resource string, o T, has, want S) {
 	put(p, s, resource, "status", o, withStatus[S]{has}, withStatus[S]{want})
+}
+
+// create writes an object that does not exist.
+func create[T object](p *pass, s *store[T], resource string, o T) {
+	body, err := json.Marshal(o)
+	if err != nil {
+		panic(err) // it is an object of the API
+	}
+	client, name := p.world.clientOf(resource), nameOf(o)
+	p.add(resource, "", name, string(body), func(ctx context.Context) error {
+		into := reflect.New(reflect.TypeOf(o).Elem()).Interface().(T)
+		if err := client.Post().Namespace(name.Namespace).Resource(resource).Body(body).Do(ctx).Into(into); err != nil {
+			return err
+		}
+		return s.Update(into)
+	})
 }
 
 // put writes what differs between two values of an object, or of its subresource.

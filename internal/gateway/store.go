@@ -13,6 +13,7 @@ import (
 	"k8s.io/client-go/tools/cache"
 
 	"github.com/verdict-proxy/verdict/sync/snapshot"
+	"github.com/verdict-proxy/verdict/sync/watch"
 )
 
 // object is an object of the API.
@@ -138,10 +139,16 @@ func trimService(s *corev1.Service) {
 	if gatewayOf(s) != nil {
 		return
 	}
+	refers := map[string]string{watch.AnnotationBackends: "{}"} // which is all that counts of it
+	if !watch.HasBackends(s.Annotations) {
+		refers = nil
+	}
 	maps.DeleteFunc(s.Labels, func(k, _ string) bool { return !strings.HasPrefix(k, "service.kubernetes.io/") })
 	*s = corev1.Service{
-		ObjectMeta: metav1.ObjectMeta{Namespace: s.Namespace, Name: s.Name, UID: s.UID, Labels: s.Labels},
-		Spec:       corev1.ServiceSpec{Type: s.Spec.Type, ClusterIP: s.Spec.ClusterIP, Ports: s.Spec.Ports}}
+		ObjectMeta: metav1.ObjectMeta{Namespace: s.Namespace, Name: s.Name, UID: s.UID, Labels: s.Labels,
+			Annotations: refers},
+		Spec: corev1.ServiceSpec{Type: s.Spec.Type, ClusterIP: s.Spec.ClusterIP, ClusterIPs: s.Spec.ClusterIPs,
+			Ports: s.Spec.Ports}}
 	for i := range s.Spec.Ports {
 		p := &s.Spec.Ports[i]
 		*p = corev1.ServicePort{Name: p.Name, Port: p.Port, Protocol: p.Protocol}

@@ -14,6 +14,7 @@ import (
 	"time"
 
 	corev1 "k8s.io/api/core/v1"
+	discoveryv1 "k8s.io/api/discovery/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/runtime"
@@ -47,6 +48,7 @@ type world struct {
 	grants     *store[*gatewayv1.ReferenceGrant]
 	namespaces *store[*corev1.Namespace]
 	services   *store[*corev1.Service]
+	slices     *store[*discoveryv1.EndpointSlice]
 	resources  []*resource
 	bundles    []routes.Bundle
 	// served names the resources of Gateway API that are watched; "?" before it is known.
@@ -73,6 +75,8 @@ type told struct {
 // resource is what a reflector watches, if anybody does.
 type resource struct {
 	name string
+	// selector selects the objects by their labels; empty for all.
+	selector string
 	// version is that of the running reflector; empty while there is none. The world's mu guards it.
 	version string
 	example runtime.Object
@@ -99,8 +103,8 @@ const (
 	retryMost = 3 * time.Second
 	// toldAgain is when an error that persists is logged again.
 	toldAgain = 5 * time.Minute
-	// core is the version of resources that every cluster has.
-	core = "core"
+	// core and discovery are the versions of resources that every cluster has.
+	core, discovery = "core", discoveryv1.GroupName
 )
 
 // These are the names of resources that are written, too.
@@ -110,6 +114,8 @@ const (
 	tcpRoutes = "tcproutes"
 	udpRoutes = "udproutes"
 	services  = "services"
+
+	endpointSlices = "endpointslices"
 )
 
 func newWorld(a *api, log *slog.Logger) *world {
@@ -121,6 +127,7 @@ func newWorld(a *api, log *slog.Logger) *world {
 	w.udp = newStore(w, trimObject[*gatewayv1.UDPRoute])
 	w.grants = newStore(w, trimObject[*gatewayv1.ReferenceGrant])
 	w.namespaces, w.services = newStore(w, trimNamespace), newStore(w, trimService)
+	w.slices = newStore(w, trimObject[*discoveryv1.EndpointSlice])
 	w.resources = []*resource{
 		{name: classes, example: &gatewayv1.GatewayClass{}, store: w.classes},
 		{name: gateways, example: &routes.Gateway{}, store: w.gateways},
@@ -129,6 +136,8 @@ func newWorld(a *api, log *slog.Logger) *world {
 		{name: "referencegrants", example: &gatewayv1.ReferenceGrant{}, store: w.grants},
 		{name: "namespaces", example: &corev1.Namespace{}, store: w.namespaces},
 		{name: services, example: &corev1.Service{}, store: w.services},
+		{name: endpointSlices, example: &discoveryv1.EndpointSlice{}, store: w.slices,
+			selector: discoveryv1.LabelManagedBy + "=" + routes.ManagedBy},
 	}
 	return w
 }
@@ -183,7 +192,7 @@ func (w *world) look(ctx context.Context, all *sync.WaitGroup, looks *int) error
 // follow watches what the server has, and reports whether that has changed.
 func (w *world) follow(ctx context.Context, all *sync.WaitGroup, served map[string]string) (changed bool) {
 	if served[classes] != "" && served[gateways] != "" {
-		served["namespaces"], served[services] = core, core
+		served["namespaces"], served[services], served[endpointSlices] = core, core, discovery
 	}
 	now := time.Now()
 	for _, r := range w.resources {
@@ -207,7 +216,7 @@ func (w *world) follow(ctx context.Context, all *sync.WaitGroup, served map[stri
 func (w *world) tellServed() {
 	var has []string
 	for _, r := range w.resources {
-		if r.version != "" && r.version != core {
+		if r.ofGateways() {
 			has = append(has, r.name+" "+r.version)
 		}
 	}
@@ -249,10 +258,16 @@ func (w *world) watch(ctx context.Context, all *sync.WaitGroup, r *resource, ver
 	return true
 }
 
-// client returns the client for a version of Gateway API, or for core resources.
+// ofGateways says whether a resource of Gateway API is watched.
+func (r *resource) ofGateways() bool { return slices.Contains(versions, r.version) }
+
+// client returns the client for a version of Gateway API, or for resources that every cluster has.
 func (w *world) client(version string) *rest.RESTClient {
-	if version == core {
+	switch version {
+	case core:
 		return w.api.core
+	case discovery:
+		return w.api.discovery
 	}
 	return w.api.gateway[version]
 }
@@ -266,6 +281,7 @@ func (w *world) clientOf(name string) *rest.RESTClient {
 // reflector lists and watches a resource for its store.
 func (w *world) reflector(r *resource, client *rest.RESTClient) *cache.Reflector {
 	request := func(o *metav1.ListOptions) *rest.Request {
+		o.LabelSelector = r.selector
 		return client.Get().Resource(r.name).VersionedParams(o, metav1.ParameterCodec)
 	}
 	lw := &cache.ListWatch{
@@ -324,7 +340,7 @@ func (w *world) tell(ctx context.Context, what string, err error) {
 func (w *world) readBundles(ctx context.Context) {
 	var bundles []routes.Bundle
 	for _, r := range w.resources {
-		if r.version == "" || r.version == core {
+		if !r.ofGateways() {
 			continue
 		}
 		b, err := w.api.bundle(ctx, r.name)

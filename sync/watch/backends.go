@@ -20,6 +20,11 @@ import (
 // AnnotationBackends is the annotation of a Service that names the Services whose endpoints serve it.
 const AnnotationBackends = annotationDomain + nameBackends
 
+// HasBackends reports whether annotations name such Services.
+func HasBackends(annotations map[string]string) bool {
+	return annotations[AnnotationBackends] != "" || annotations[annotationAlias+nameBackends] != ""
+}
+
 // ConditionGranted is the condition of a Service whose message names the Services of other namespaces that its backends
 // may be, separated by spaces, if its status is True. Unlike an annotation, no tenant can write it.
 const ConditionGranted = annotationDomain + "BackendsGranted"

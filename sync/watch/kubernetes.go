@@ -158,8 +158,8 @@ var apiTypes = func() serializer.CodecFactory {
 	return serializer.NewCodecFactory(s)
 }()
 
-// klogQuiet silences client-go, which would log what our callback gets anyway.
-var klogQuiet sync.Once
+// QuietClientGo silences client-go, which would log what its users here are told anyway.
+var QuietClientGo = sync.OnceFunc(func() { klog.SetLogger(klog.Logger{}) })
 
 // Run puts the objects of the API into sink until ctx is done; then it returns nil. It fails only if Config is invalid:
 // it waits for a server that does not answer.
@@ -263,7 +263,7 @@ type resource struct {
 func samePrefixes(a, b *[]netip.Prefix) bool { return slices.Equal(*a, *b) }
 
 func (k *Kubernetes) client(gv schema.GroupVersion) (*rest.RESTClient, error) {
-	klogQuiet.Do(func() { klog.SetLogger(klog.Logger{}) }) // before the first request of anybody
+	QuietClientGo() // before the first request of anybody
 	if k.Config == nil {
 		return nil, errors.New("there is no client configuration")
 	}

@@ -9,6 +9,7 @@ import (
 	gatewayv1 "sigs.k8s.io/gateway-api/apis/v1"
 
 	"github.com/verdict-proxy/verdict/internal/system/clip"
+	"github.com/verdict-proxy/verdict/sync/watch"
 )
 
 // backend is what a reference of a route to a backend leads to.
@@ -78,6 +79,8 @@ func (c *computation) backend(r *route, ref *gatewayv1.BackendRef) (backend, gat
 	case s.Labels[labelProxyName] != "":
 		return refuse(gatewayv1.RouteReasonInvalidKind, "the Service %s is another proxy's: it has the label %s", b.service,
 			labelProxyName)
+	case watch.HasBackends(s.Annotations):
+		return refuse(gatewayv1.RouteReasonInvalidKind, "the Service %s has backends itself", b.service)
 	case ref.Port == nil:
 		return refuse(gatewayv1.RouteReasonBackendNotFound, "the reference to the Service %s has no port", b.service)
 	}

@@ -89,7 +89,8 @@ func largest(backend func(listener, i int) types.NamespacedName) *cluster {
 			} else {
 				name.Namespace = long(63, "%s", name.Namespace)
 			}
-			c.services[name] = &corev1.Service{Spec: corev1.ServiceSpec{Ports: []corev1.ServicePort{{Port: 65535}}}}
+			c.services[name] = &corev1.Service{Spec: corev1.ServiceSpec{Ports: []corev1.ServicePort{{Port: 65535}},
+				ClusterIPs: []string{fmt.Sprintf("10.96.%d.%d", i, j)}}}
 			ref := gatewayv1.BackendRef{Weight: new(int32(snapshot.MaxBackendWeight))}
 			ref.Name, ref.Port = gatewayv1.ObjectName(name.Name), new(int32(65535))
 			ref.Namespace = new(gatewayv1.Namespace(name.Namespace))
@@ -116,7 +117,7 @@ func TestBounds(t *testing.T) {
 		"another namespace":     func(l, i int) key { return key{Namespace: "n", Name: fmt.Sprint("s", i)} },
 		"many other namespaces": func(l, i int) key { return key{Namespace: fmt.Sprint("n", l, "-", i), Name: "s"} },
 	} {
-		p := Compute(&largest(backend).World)
+		p := largest(backend).compute()
 		g := &p.Gateways[0]
 		size := 0
 		for k, v := range g.Service.Annotations {
@@ -124,6 +125,9 @@ func TestBounds(t *testing.T) {
 		}
 		if size > mostAnnotations || len(g.Granted.Message) > mostGranted {
 			t.Errorf("%s: %d bytes of annotations, %d of names", name, size, len(g.Granted.Message))
+		}
+		if n := len(g.Slices[0].Endpoints); n > 1000 || n != 1000 && name == "own namespace" {
+			t.Errorf("%s: %d endpoints", name, n)
 		}
 		refused := 0
 		for _, r := range p.Routes {

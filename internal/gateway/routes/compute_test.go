@@ -45,6 +45,10 @@ kind: Service
 metadata: {namespace: shop, name: foreign, labels: {service.kubernetes.io/service-proxy-name: other}}
 spec: {clusterIP: 10.96.0.3, ports: [{port: 5432}]}
 ---
+kind: Service
+metadata: {namespace: shop, name: canary, annotations: {verdict/backends: '{}'}}
+spec: {clusterIP: 10.96.0.4, ports: [{port: 5432}]}
+---
 `
 )
 
@@ -229,6 +233,8 @@ var rules = []struct {
 	{"headless", gatewayDB + services + routeYAML("db", toDB, "{name: headless, port: 5432}"),
 		[]string{"route db of db/: ResolvedRefs=False/InvalidKind"}},
 	{"of another proxy", gatewayDB + services + routeYAML("db", toDB, "{name: foreign, port: 5432}"),
+		[]string{"route db of db/: ResolvedRefs=False/InvalidKind"}},
+	{"one that has backends", gatewayDB + services + routeYAML("db", toDB, "{name: canary, port: 5432}"),
 		[]string{"route db of db/: ResolvedRefs=False/InvalidKind"}},
 	{"no port", gatewayDB + services + routeYAML("db", toDB, "{name: db}"),
 		[]string{"route db of db/: ResolvedRefs=False/BackendNotFound"}},

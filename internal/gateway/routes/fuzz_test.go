@@ -9,6 +9,7 @@ import (
 	"testing"
 
 	corev1 "k8s.io/api/core/v1"
+	discoveryv1 "k8s.io/api/discovery/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
 	gatewayv1 "sigs.k8s.io/gateway-api/apis/v1"
@@ -88,6 +89,13 @@ func (d dice) routeSpec() (spec gatewayv1.CommonRouteSpec, refs []gatewayv1.Back
 	return spec, refs
 }
 
+func (d dice) address(six bool) string {
+	if six {
+		return fmt.Sprintf("fd00::%x", d.IntN(65536))
+	}
+	return fmt.Sprintf("10.96.%d.%d", d.IntN(256), d.IntN(256))
+}
+
 func (d dice) cluster() *cluster {
 	c := newCluster()
 	c.Bundles[0].Channel = pick(d, "standard", "experimental")
@@ -121,6 +129,7 @@ func (d dice) cluster() *cluster {
 			Ports: []corev1.ServicePort{{Port: 1, Protocol: pick[corev1.Protocol](d, "", "UDP")},
 				{Port: 2, Protocol: "TCP"}}}}
 		s.Name = pick(d, "db", "x1", "x2", "db-verdict")
+		s.Spec.ClusterIPs = pick(d, nil, []string{d.address(false)}, []string{d.address(true), d.address(false)})
 		c.add(s)
 		c.add(&gatewayv1.ReferenceGrant{ObjectMeta: d.meta(), Spec: gatewayv1.ReferenceGrantSpec{
 			From: []gatewayv1.ReferenceGrantFrom{{Group: gatewayv1.GroupName, Kind: pick[gatewayv1.Kind](d, kindTCP, kindUDP),
@@ -179,11 +188,44 @@ func checkPlan(t *testing.T, c *cluster, p *Plan) {
 		if of := asNodes(t, g).Backends; of == nil || len(of.Ports) > len(g.Service.Spec.Ports) {
 			t.Errorf("nodes read %v", of)
 		}
+		checkSlices(t, c, g)
 		if has := c.Service(g.ServiceName); has != nil && g.Programmed.Conditions[0].Status == metav1.ConditionTrue {
 			if s, differs := MergeService(has, g.Service); differs {
 				t.Errorf("there is something to write: %+v", s)
 			}
 		}
+	}
+}
+
+// checkSlices: the cluster IPs of all Services that a Gateway needs beside its own are endpoints, and nothing else is.
+func checkSlices(t *testing.T, c *cluster, g *GatewayPlan) {
+	var want, got []string
+	for _, n := range g.Needs {
+		if n != g.ServiceName {
+			want = append(want, c.Service(n).Spec.ClusterIPs...)
+		}
+	}
+	for _, s := range g.Slices {
+		for _, e := range s.Endpoints {
+			got = append(got, e.Addresses...)
+			if is6 := strings.Contains(e.Addresses[0], ":"); is6 != (s.AddressType == discoveryv1.AddressTypeIPv6) ||
+				!*e.Conditions.Ready || e.NodeName != nil {
+				t.Errorf("an endpoint of %s is %+v", s.AddressType, e)
+			}
+		}
+		if !slices.EqualFunc(s.Ports, g.Service.Spec.Ports, func(p discoveryv1.EndpointPort, of corev1.ServicePort) bool {
+			return *p.Name == of.Name && *p.Protocol == of.Protocol
+		}) {
+			t.Errorf("ports %v of %v", s.Ports, g.Service.Spec.Ports)
+		}
+		if _, differs := MergeSlice(s, s); differs {
+			t.Error("there is something to write")
+		}
+	}
+	slices.Sort(want)
+	slices.Sort(got)
+	if exists := c.Service(g.ServiceName) != nil; exists != (len(g.Slices) > 0) || exists && !slices.Equal(got, want) {
+		t.Errorf("endpoints %v, want %v", got, want)
 	}
 }
 

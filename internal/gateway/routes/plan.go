@@ -2,13 +2,15 @@ package routes
 
 import (
 	corev1 "k8s.io/api/core/v1"
+	discoveryv1 "k8s.io/api/discovery/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
 	gatewayv1 "sigs.k8s.io/gateway-api/apis/v1"
 )
 
 // Plan is what must be, in place of what there is. Conditions in it have no LastTransitionTime, and statuses only hold
-// what is ours: MergeClass, MergeGateway, MergeRoute and MergeService put them into what the objects have.
+// what is ours: MergeClass, MergeGateway, MergeRoute, MergeService and MergeSlice put them into what the objects
+// have.
 type Plan struct {
 	// Classes are those that name our controller, in the World's order.
 	Classes []ClassPlan
@@ -35,6 +37,9 @@ type GatewayPlan struct {
 	ServiceName types.NamespacedName
 	// Service is what of the Gateway's Service is ours; nil if there must be none, or if its name is another's.
 	Service *corev1.Service
+	// Slices are the Service's, and may have no endpoints: such a one that does not exist is not needed. Nil until the
+	// Service exists.
+	Slices []*discoveryv1.EndpointSlice
 	// Granted is the condition of the Service's status that names the backends of other namespaces. Its status is False
 	// if there are none: the Service needs no such condition.
 	Granted metav1.Condition

@@ -9,7 +9,6 @@ import (
 
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
-	"k8s.io/apimachinery/pkg/runtime/schema"
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/apimachinery/pkg/util/intstr"
 	"k8s.io/apimachinery/pkg/util/validation"
@@ -33,8 +32,18 @@ func ServiceName(gateway types.NamespacedName) types.NamespacedName {
 	return types.NamespacedName{Namespace: gateway.Namespace, Name: name}
 }
 
-// Owns says whether a Service is the Gateway's.
-func Owns(g *Gateway, s *corev1.Service) bool { return s != nil && metav1.IsControlledBy(s, g) }
+// owns says whether a Service is the Gateway's.
+func owns(g *Gateway, s *corev1.Service) bool { return s != nil && metav1.IsControlledBy(s, g) }
+
+// inherits says whether a Service of ours is that of a Gateway of the same name that is gone: it will go, too, unless
+// the Gateway takes it over. It must be older than the Gateway. Otherwise, whoever still sees an old Gateway beside the
+// Service of a new one would give it back, and it would go.
+func inherits(g *Gateway, s *corev1.Service) bool {
+	o := metav1.GetControllerOfNoCopy(s)
+	return o != nil && o.Kind == "Gateway" && strings.HasPrefix(o.APIVersion, gatewayv1.GroupName+"/") &&
+		o.Name == g.Name && o.UID != g.UID && s.Annotations[watch.AnnotationBackends] != "" &&
+		s.CreationTimestamp.Before(&g.CreationTimestamp)
+}
 
 // serviceType is that of the Gateway's Service: a Gateway that asks for nothing but cluster IPs needs no load balancer.
 func (g *gateway) serviceType() corev1.ServiceType {
@@ -49,8 +58,8 @@ func (g *gateway) service(backends string) *corev1.Service {
 	s := &corev1.Service{
 		ObjectMeta: metav1.ObjectMeta{Name: g.serviceName.Name, Namespace: g.serviceName.Namespace,
 			Labels: map[string]string{}, Annotations: map[string]string{},
-			OwnerReferences: []metav1.OwnerReference{*metav1.NewControllerRef(g.obj,
-				schema.GroupVersionKind{Group: gatewayv1.GroupName, Version: "v1", Kind: "Gateway"})}},
+			OwnerReferences: []metav1.OwnerReference{{APIVersion: gatewayv1.GroupName + "/v1", Kind: "Gateway",
+				Name: g.obj.Name, UID: g.obj.UID, Controller: new(true)}}},
 		Spec: corev1.ServiceSpec{Type: g.serviceType(), IPFamilyPolicy: new(corev1.IPFamilyPolicyPreferDualStack)},
 	}
 	g.addMetadata(s, backends)
@@ -130,6 +139,11 @@ func (g *gateway) addMetadata(s *corev1.Service, backends string) {
 func MergeService(has, want *corev1.Service) (*corev1.Service, bool) {
 	s := has.DeepCopy()
 	dropPropagated(s)
+	for i := range s.OwnerReferences {
+		if o := &s.OwnerReferences[i]; or(o.Controller, false) && o.UID != want.OwnerReferences[0].UID {
+			*o = want.OwnerReferences[0]
+		}
+	}
 	s.Labels = withAll(s.Labels, want.Labels)
 	s.Annotations = withAll(s.Annotations, want.Annotations)
 	s.Spec.Type, s.Spec.Selector, s.Spec.IPFamilyPolicy = want.Spec.Type, nil, want.Spec.IPFamilyPolicy

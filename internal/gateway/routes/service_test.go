@@ -138,6 +138,69 @@ func TestServiceOfAnother(t *testing.T) {
 		"route db of db/: Accepted=False/NoReadyListeners"})
 }
 
+// TestInherited: the Service of a former Gateway of the same name is the Gateway's, which takes the former one's place
+// among its owners. A Service that is not ours, or is not older than the Gateway, is left alone.
+func TestInherited(t *testing.T) {
+	c, s := live(t, gatewayDB+routeDB+services)
+	s.OwnerReferences[0].UID = "former"
+	s.OwnerReferences = append(s.OwnerReferences, metav1.OwnerReference{Kind: "ConfigMap", Name: "x", UID: "x"})
+	p := Compute(&c.World)
+	p.check(t, []string{"gateway db: good", "address db: IPAddress 203.0.113.7 unsaid", "no delete"})
+	merged, differs := MergeService(s, p.Gateways[0].Service)
+	if o := merged.OwnerReferences; !differs || len(o) != 2 || o[0].UID != "db" || o[1].UID != "x" {
+		t.Errorf("%v: owners %v", differs, o)
+	}
+	if o := p.Gateways[0].Slices[0].OwnerReferences; len(o) != 1 || o[0].UID != s.UID || o[0].Kind != "Service" {
+		t.Errorf("owners of the slice %v", o)
+	}
+	c.Gateways[0].Spec.Listeners[0].AllowedRoutes.Kinds = []gatewayv1.RouteGroupKind{{Kind: "HTTPRoute"}}
+	Compute(&c.World).check(t, []string{"no service db", "no delete"})
+	c.Gateways[0].Spec.Listeners[0].AllowedRoutes.Kinds = nil
+	deleted := now
+	for what, change := range map[string]func(s *corev1.Service){
+		"another kind":   func(s *corev1.Service) { s.OwnerReferences[0].Kind = "Deployment" },
+		"another group":  func(s *corev1.Service) { s.OwnerReferences[0].APIVersion = "example.com/v1" },
+		"another name":   func(s *corev1.Service) { s.OwnerReferences[0].Name = "else" },
+		"no controller":  func(s *corev1.Service) { s.OwnerReferences[0].Controller = nil },
+		"not ours":       func(s *corev1.Service) { delete(s.Annotations, watch.AnnotationBackends) },
+		"the same age":   func(s *corev1.Service) { s.CreationTimestamp = c.Gateways[0].CreationTimestamp },
+		"a newer one":    func(s *corev1.Service) { s.CreationTimestamp = metav1.NewTime(now.AddDate(9, 0, 0)) },
+		"being deleted":  func(s *corev1.Service) { s.DeletionTimestamp = &deleted },
+		"without owners": func(s *corev1.Service) { s.OwnerReferences = nil },
+	} {
+		other := s.DeepCopy()
+		change(other)
+		c.add(other)
+		reason := map[bool]string{false: "NoResources", true: "Pending"}[other.DeletionTimestamp != nil]
+		t.Run(what, func(t *testing.T) {
+			Compute(&c.World).check(t, []string{"gateway db: Programmed=False/" + reason, "no service db", "no delete"})
+		})
+	}
+}
+
+// TestSlicePorts: a port is the backends' if those that get connections have the same one.
+func TestSlicePorts(t *testing.T) {
+	more := "kind: Service\nmetadata: {namespace: shop, name: more}\nspec: {clusterIP: 10.96.0.9, " +
+		"clusterIPs: [10.96.0.9], ports: [{port: 5432}, {port: 99}]}\n---\n"
+	for refs, want := range map[string]int32{
+		"{name: more, port: 99}":                                                         99,
+		"{name: db, port: 5432}, {name: more, port: 99}":                                 5432,
+		"{name: more, port: 99}, {name: db, port: 5432, weight: 0}":                      99,
+		"{name: more, port: 99}, {name: nope, port: 5432}":                               99,
+		"{name: more, port: 5432, weight: 0}, {name: more, port: 98}":                    5432,
+		"{name: more, port: 99}, {name: more, port: 99}, {name: db, port: 9, weight: 0}": 99,
+	} {
+		c := readCluster(t, gatewayDB+services+more+routeYAML("db", toDB, refs))
+		s := c.compute().Gateways[0].Slices[0]
+		if len(s.Ports) != 1 || *s.Ports[0].Port != want || *s.Ports[0].Name != "tcp-5432" {
+			t.Errorf("%s: ports %v", refs, s.Ports)
+		}
+		if served := !strings.Contains(refs, "98"); served != (len(s.Endpoints) == 1) {
+			t.Errorf("%s: endpoints %v", refs, s.Endpoints)
+		}
+	}
+}
+
 // TestDelete: a Service goes that its Gateway has no use for, and one whose Gateway has become another controller's.
 // One whose class is gone stays.
 func TestDelete(t *testing.T) {

@@ -18,9 +18,10 @@ import (
 type gateway struct {
 	obj         *Gateway
 	serviceName types.NamespacedName
-	// live is the Service as it is; nil if there is none. taken says that its name is another's.
+	// live is the Service as it is; nil if there is none. taken is why its name is not free; its Reason is empty if it
+	// is.
 	live  *corev1.Service
-	taken bool
+	taken gatewayReason
 	// params are the class's; nil if there are none.
 	params    *parameters
 	listeners []listener
@@ -50,25 +51,36 @@ func (c *computation) addGateways() {
 		if class == nil || o.DeletionTimestamp != nil {
 			continue
 		}
-		live := c.Service(ServiceName(o.Key()))
-		taken := live != nil && !Owns(o, live)
-		if taken {
-			live = nil
-		}
+		g := &gateway{obj: o, serviceName: ServiceName(o.Key()), params: class.params, routability: routability,
+			leftOut: map[*route]string{}}
+		s := c.Service(g.serviceName)
 		if !class.ours {
-			if live != nil && live.Annotations[watch.AnnotationBackends] != "" {
-				c.plan.Delete = append(c.plan.Delete, ServiceName(o.Key()))
+			if owns(o, s) && s.Annotations[watch.AnnotationBackends] != "" {
+				c.plan.Delete = append(c.plan.Delete, g.serviceName)
 			}
 			continue
 		}
-		g := &gateway{obj: o, serviceName: ServiceName(o.Key()), live: live, taken: taken, params: class.params,
-			listeners: readListeners(o), routability: routability, leftOut: map[*route]string{}}
-		if g.params == nil && live != nil {
-			g.params = liveParameters(live)
+		g.listeners = readListeners(o)
+		if g.find(s); g.params == nil && g.live != nil {
+			g.params = liveParameters(g.live)
 		}
 		g.check()
 		c.gateways[o.Key()] = g
 		c.order = append(c.order, g)
+	}
+}
+
+// find sets what there is of a Service that has the name of the Gateway's, or is nil.
+func (g *gateway) find(s *corev1.Service) {
+	switch inherited := s != nil && inherits(g.obj, s); {
+	case inherited && s.DeletionTimestamp != nil:
+		g.taken = gatewayReason{gatewayv1.GatewayReasonPending, fmt.Sprintf("the Service %s of a Gateway that had the name "+
+			"before is being deleted: another one is made once it is gone", g.serviceName)}
+	case inherited, owns(g.obj, s):
+		g.live = s
+	case s != nil:
+		g.taken = gatewayReason{gatewayv1.GatewayReasonNoResources, fmt.Sprintf(
+			"the Service %s would be the Gateway's, but is not: it is left alone", g.serviceName)}
 	}
 }
 
@@ -107,7 +119,7 @@ func (g *gateway) check() {
 	for i := range g.requests {
 		possible = possible || g.requests[i].impossible == ""
 	}
-	g.served = g.rejected.Reason == "" && !g.taken && served > 0 && possible
+	g.served = g.rejected.Reason == "" && g.taken.Reason == "" && served > 0 && possible
 }
 
 // countListeners returns how many listeners are accepted, and how many are served if the Gateway is.
@@ -143,8 +155,8 @@ func (c *computation) planGateway(g *gateway) {
 			used += len(k) + len(v)
 		}
 		p.Service.Annotations[watch.AnnotationBackends] = g.backends(mostAnnotations - used)
-		p.Needs, p.Granted = g.needs, g.granted
-	} else if g.live != nil {
+		p.Needs, p.Granted, p.Slices = g.needs, g.granted, c.slices(g)
+	} else if owns(g.obj, g.live) {
 		c.plan.Delete = append(c.plan.Delete, g.serviceName)
 	}
 	if g.rejected.Reason == "" {
@@ -168,9 +180,8 @@ func (g *gateway) notProgrammed() gatewayReason {
 	case served == 0:
 		return gatewayReason{gatewayv1.GatewayReasonInvalid,
 			"no listener can be served: none allows a kind of routes that is supported"}
-	case g.taken:
-		return gatewayReason{gatewayv1.GatewayReasonNoResources, fmt.Sprintf(
-			"the Service %s would be the Gateway's, but is not: it is left alone", g.serviceName)}
+	case g.taken.Reason != "":
+		return g.taken
 	}
 	return g.noAddress
 }

@@ -27,8 +27,8 @@ type World struct {
 
 	// Namespace returns a namespace's labels, and whether it exists.
 	Namespace func(name string) (labels map[string]string, exists bool)
-	// Service returns a Service, or nil. Of Services that are backends, only labels, type, cluster IP and ports are
-	// read. Of those that are Gateways', also the rest of metadata, cluster IPs, loadBalancerClass and status.
+	// Service returns a Service, or nil. Of Services that are backends, only labels, type, cluster IPs, ports, and whether
+	// they have backends, are read. Of those that are Gateways', also the rest of metadata, loadBalancerClass and status.
 	Service func(types.NamespacedName) *corev1.Service
 	// ConfigMap returns the data of a ConfigMap that a GatewayClass refers to, and whether it exists.
 	ConfigMap func(types.NamespacedName) (data map[string]string, exists bool)

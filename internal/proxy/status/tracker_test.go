@@ -136,6 +136,32 @@ func TestDigestOfAll(t *testing.T) {
 	}
 }
 
+// TestDigestOfBackends: the digest of a Service that names backends is that of its own slices, as whoever reads the API
+// computes it, though nodes program those of its backends.
+func TestDigestOfBackends(t *testing.T) {
+	w := newWorld()
+	d := service("edge/db", true)
+	n := name("edge/db")
+	d.Services[n].Backends = &snapshot.Backends{Ports: []snapshot.PortBackends{{To: []snapshot.Backend{
+		{Service: name("shop/db"), Port: 80, Weight: 1}}}}}
+	holds := func(of snapshot.Delta) bool {
+		g := Goal{n, Versions{"9", "9"}, Of(d.Services[n], map[string]*snapshot.Slice{"x": of.Slices[name("edge/db-1")]})}
+		return w.Holds([]Goal{g})[0]
+	}
+	w.apply(d)
+	later := snapshot.Delta{Slices: service("edge/db", false).Slices}
+	if !holds(d) || holds(later) {
+		t.Error("the digest is not that of the own slices")
+	}
+	w.apply(service("shop/db", true))
+	if !holds(d) {
+		t.Error("a backend's slice changes it")
+	}
+	if w.apply(later); !holds(later) {
+		t.Error("a change of the own slice alone does not")
+	}
+}
+
 // TestUnread: manifests that cannot be read are named, if they are not too many.
 func TestUnread(t *testing.T) {
 	w := newWorld()
