@@ -109,10 +109,17 @@ type Transaction struct {
 type InSync struct {
 	// Snapshot is what is programmed. It is valid until the call returns.
 	Snapshot *snapshot.Snapshot
+	// State is what follows from it, valid as long.
+	State *dataplane.State
 	// Change names the Services that may differ from the previous call.
 	Change snapshot.Change
 	// Triggers are when the changes of slices since the previous call began.
 	Triggers []snapshot.Trigger
+}
+
+// TooManyBackends reports whether a Service refers to too many endpoints of others: see the reason of this name.
+func (s *InSync) TooManyBackends(n snapshot.Name) bool {
+	return s.State != nil && s.State.Services[n].NotScheduled() == dataplane.TooManyBackends
 }
 
 // notify calls one field of each listener.

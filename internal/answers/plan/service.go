@@ -108,10 +108,17 @@ func (m *maker) settings(s *Service, n snapshot.Name, before, after *dataplane.S
 		port := portLabel(a)
 		say(port, "session affinity", spanText(b.Affinity), spanText(a.Affinity))
 		say(port, "choice", choiceText(b), choiceText(a))
+		say(port, "refused shares", refusedText(b), refusedText(a))
 		say(port, "second chance", b.SecondChance.String(), a.SecondChance.String())
 		say(port, "drain deadline", spanText(b.Drain), spanText(a.Drain))
 		said[a.Name.Port+a.Name.Protocol.String()] = len(s.Settings) > count
 	}
+}
+
+// refusedText says how many connections are refused for backends without endpoints: of all, and with a policy Local.
+func refusedText(sp *dataplane.ServicePort) string {
+	return fmt.Sprintf("%.4g%% (%.4g%% with a policy Local)", float64(sp.Cluster.Refused)*100/dataplane.RefusedOf,
+		float64(sp.Local.Refused)*100/dataplane.RefusedOf)
 }
 
 func portText(p uint16) string {
