@@ -70,6 +70,8 @@ type port struct {
 	timeout uint32
 	// sourceID is the id of the Service's source ranges; 0 if there are none.
 	sourceID uint32
+	// limits are those of each of its pools.
+	limits snapshot.Limits
 	// crowded says that so many frontends lead to its pools that their classes are in Pools.
 	crowded bool
 	pools   [numPools]pool
@@ -156,6 +158,7 @@ func compilePort(sp *dataplane.ServicePort, limit int) *port {
 		id:        portID{sp.Name, ipfamily.Of(sp.Frontends[0].Key.Addr)},
 		comment:   commentOf(sp.Name.String()),
 		timeout:   uint32(sp.Affinity / time.Second),
+		limits:    sp.Limits,
 		frontends: make([]frontend, len(sp.Frontends)),
 	}
 	for i := range sp.Frontends {
@@ -270,7 +273,39 @@ func (p *port) memberSet() SetID { return StickyEndpoints.counted(p.counting.end
 
 // inPools reports whether a pool has an element of Pools.
 func (p *port) inPools(i poolIndex) bool {
-	return (p.crowded || p.pools[i].refused > 0) && p.pools[i].used
+	return (p.crowded || p.pools[i].refused > 0 || p.limited(i)) && p.pools[i].used
+}
+
+// limitSets are the sets of limits.
+var limitSets = [...]SetID{LimitedPools, DroppingPools, RateLimits, ClientLimits}
+
+// limited reports whether a pool has limits.
+func (p *port) limited(i poolIndex) bool {
+	return p.limits != (snapshot.Limits{}) && p.pools[i].used && p.pools[i].verdict == NoChain
+}
+
+// limitElements returns the elements of a pool's limits, each in another set.
+func (p *port) limitElements(i poolIndex) (list []Element) {
+	if !p.limited(i) {
+		return nil
+	}
+	id := p.pools[i].id
+	list = append(list, idElement(LimitedPools, id))
+	if p.limits.Drop {
+		list = append(list, idElement(DroppingPools, id))
+	}
+	if r := p.limits.Rate; r.Rate > 0 {
+		list = append(list, rateElement(id, Limit{Rate: r.Rate, Burst: r.Burst}))
+	}
+	if p.limits.Client.Rate > 0 {
+		e := idElement(ClientLimits, id)
+		e.setID(clientLimitOf(p.limits.Client)<<poolBits | id)
+		list = append(list, e)
+	}
+	for n := range list {
+		list[n].Comment = p.comment
+	}
+	return list
 }
 
 // poolElement returns the pool's element of Pools.

@@ -62,6 +62,13 @@ const (
 	Forsaken
 	Retried
 	RefusedShares
+	RateLimits
+	LimitedPools
+	DroppingPools
+	ClientLimits
+	ClientRates
+	LimitedClients
+	LimitedBuckets
 	// NumSets is how many there are.
 	NumSets
 )
@@ -73,7 +80,8 @@ var setNames = [...]string{
 	"hairpin", "remember", "timeouts", "sticky-services", "outside-sticky-services", "sticky-endpoints",
 	"uncounted-sticky-endpoints", "affinity", "scheduled", "revision", "digests", "retry-services",
 	"unanswered-by", "refused-by", "shared-ranges", "unhealthy-endpoints", "settings", "answered-by",
-	"accepted", "forsaken", "retried", "refused-shares",
+	"accepted", "forsaken", "retried", "refused-shares", "rate-limits", "limited-pools",
+	"dropping-pools", "client-limits", "client-rates", "limited-clients", "limited-buckets",
 }
 
 func (s SetID) String() string { return setNames[s] }
@@ -83,14 +91,19 @@ func (s SetID) String() string { return setNames[s] }
 func (s SetID) isBookkeeping() bool { return s == RevisionSet || s == DigestSet || s.IsDynamic() }
 
 // IsDynamic reports whether rules write to a set, so that its elements come and go at any time.
-func (s SetID) IsDynamic() bool { return s == Affinity || slices.Contains(EvidenceSets[:], s) }
+func (s SetID) IsDynamic() bool { return s == Affinity || s.ComesLater() }
 
 // EvidenceSets are the sets of evidence, which a table has only while Structure.Evidence is set.
 var EvidenceSets = [...]SetID{Unanswered, Refused, AnsweredBy, Accepted, Forsaken, Retried}
 
+// clientSets hold the limits of clients, and a table has them only while there are some.
+var clientSets = [...]SetID{LimitedClients, LimitedBuckets}
+
 // ComesLater reports whether a set can be added to a table that was written without it, by an earlier version or for
 // another Structure.
-func (s SetID) ComesLater() bool { return slices.Contains(EvidenceSets[:], s) }
+func (s SetID) ComesLater() bool {
+	return slices.Contains(EvidenceSets[:], s) || slices.Contains(clientSets[:], s)
+}
 
 // IsContent reports whether a set's elements follow from the Services.
 func (s SetID) IsContent() bool { return !s.isBookkeeping() }
@@ -165,6 +178,8 @@ const (
 	EvidenceInput
 	RecordResets
 	RecordResetsInput
+	OverLimit
+	RatedPool
 	numFixedChains
 	// Pick chains choose one of N endpoints; UncountedPick chains choose among endpoints without counters.
 	Pick ChainKind = iota
@@ -173,6 +188,8 @@ const (
 	StickyPick
 	// RememberFor chains write to the affinity map, with a timeout of N seconds.
 	RememberFor
+	// ClientLimit chains limit each client, by the pair of snapshot.ClientRates and snapshot.ClientBursts that N says.
+	ClientLimit
 	// PickHash chains take the slot, of N, that a hash of the client's address gives; PickHashPort chains hash its port,
 	// too. The others are as those for a random choice.
 	PickHash
@@ -196,8 +213,9 @@ var chainNames = [...]string{
 	"from-cluster-ip", "from-external", "from-both", "from-sticky-cluster-ip", "from-sticky-external",
 	"from-sticky-both", "masquerade-cluster-ip", "masquerade-all", "masquerade-node", "left-to-ipvs", "pass-on",
 	"first-endpoint", "uncounted-first-endpoint",
-	"refused", "answers", "unanswered", "evidence", "evidence-input", "record-resets", "record-resets-input", "",
-	"pick", "uncounted-pick", "sticky", "remember", "hash", "uncounted-hash", "hash-port", "uncounted-hash-port",
+	"refused", "answers", "unanswered", "evidence", "evidence-input", "record-resets", "record-resets-input", "over-limit",
+	"limited-pool", "",
+	"pick", "uncounted-pick", "sticky", "remember", "client-limit", "hash", "uncounted-hash", "hash-port", "uncounted-hash-port",
 	"sticky-hash",
 }
 
@@ -288,7 +306,8 @@ func (u Uses) With(sets ...SetID) Uses {
 
 // optional are the sets that no rule looks up while they are empty.
 var optional = [...]SetID{
-	UncountedServices, Hairpin, Remember, OutsideStickyServices, Scheduled, RetryServices, RefusedShares,
+	UncountedServices, Hairpin, Remember, OutsideStickyServices, Scheduled, RetryServices, RefusedShares, RateLimits,
+	ClientLimits,
 }
 
 // StructureOf returns what a state asks of a family's table, except what follows from its elements.
@@ -305,11 +324,9 @@ func StructureOf(s *dataplane.State, f ipfamily.Family) Structure {
 
 // sets returns the sets and maps of a table.
 func (s Structure) sets() []Set {
-	if s.Evidence {
-		return sets()
-	}
 	return slices.DeleteFunc(sets(), func(set Set) bool {
-		return slices.Contains(EvidenceSets[:], set.ID)
+		return !s.Evidence && slices.Contains(EvidenceSets[:], set.ID) ||
+			!s.Uses.Has(ClientLimits) && slices.Contains(clientSets[:], set.ID)
 	})
 }
 
@@ -399,8 +416,26 @@ func otherSets() []Set {
 		evidenceSet(Retried, senderKey, EvidenceSize, "clients whose refused connection is tried again"),
 		{ID: RefusedShares, Key: shareKey.Fields, Interval: true,
 			Comment: "pools that refuse a share of connections . which of 10,000 draws those are"},
+		{ID: RateLimits, Key: []Field{Priority}, Limit: true, Comment: "pools that limit the rate of new connections"},
+		{ID: LimitedPools, Key: []Field{Priority}, Counter: true, Comment: "pools with limits: what was over them"},
+		{ID: DroppingPools, Key: []Field{Priority}, Comment: "pools with limits that drop what is over them"},
+		numberSet(ClientLimits, "pools that limit each client : which limit, and the pool"),
+		verdictSet(ClientRates, "limit : where clients have it"),
+		{ID: LimitedClients, Key: []Field{Priority, SourceAddr}, Dynamic: true, Size: ClientsSize,
+			Comment: "pool . client : each has its own limit"},
+		{ID: LimitedBuckets, Key: []Field{Priority, RandomSlot}, Dynamic: true, Size: ClientsSize,
+			Comment: "pool . bucket of clients for which there is no room : they share a limit"},
 	}
 }
+
+// ClientsSize is how many clients may have a limit of their own at a time, of all pools together. ClientBuckets is in how
+// many buckets those of a pool are for which there is no room then. A client is forgotten after ClientMemory without a
+// packet, when its limit has long recovered.
+const (
+	ClientsSize   = 65536
+	ClientBuckets = 1024
+	ClientMemory  = 20 * time.Second
+)
 
 func evidenceSet(id SetID, key []Field, size uint32, comment string) Set {
 	return Set{ID: id, Key: key, Dynamic: true, Size: size, Comment: comment}
@@ -433,7 +468,11 @@ func layout(f ipfamily.Family, s Structure) Table {
 		Chain{ID: MasqueradeAll.id(), Comment: "externalTrafficPolicy Cluster",
 			Rules: []Rule{{ClearPriority{}}, {Masquerade{}}}},
 		masqueradeFromNode(s),
-		split(s), restrict(), sharedPool(s), unallocated())
+		split(s), restrict(), overLimit(), sharedPool(s), unallocated())
+	if s.Uses.Has(ClientLimits) {
+		t.Chains = append(t.Chains, Chain{ID: RatedPool.id(), Comment: "pools of which the client is within its limit",
+			Rules: ratedPool(s)})
+	}
 	for _, k := range addressKinds {
 		t.Chains = append(t.Chains, unusedPorts(s, k))
 	}
@@ -524,16 +563,60 @@ func restrict() Chain {
 	}}
 }
 
-// sharedPool finds the class of a pool that has many frontends, or refuses a share of connections, which it does before
-// an endpoint is chosen. Without any class, it has been overtaken by a change: the client sends the packet again.
+// sharedPool finds the class of a pool that has many frontends, refuses a share of connections, or has limits, which it
+// does before an endpoint is chosen. Without any class, it has been overtaken by a change: the client sends the packet
+// again.
 func sharedPool(s Structure) Chain {
-	c := Chain{ID: SharedPool.id(), Comment: "pools of many frontends, or with a refused share"}
+	c := Chain{ID: SharedPool.id(), Comment: "pools of many frontends, or that do not serve every connection"}
 	if s.Uses.Has(RefusedShares) {
 		c.Rules = []Rule{{SetLookup{Key: shareKey, Set: RefusedShares}, Counter{}, Goto{NoEndpoints.id()}}}
 	}
-	c.Rules = append(c.Rules, Rule{SetPriority{Key: wholeKey, Map: Pools}, VerdictMap{Key: classKey, Map: PoolPicks}},
-		Rule{Counter{}, Drop{}})
+	if s.Uses.Has(ClientLimits) {
+		c.Rules = append(c.Rules, Rule{SetPriority{Key: wholeKey, Map: ClientLimits},
+			VerdictMap{Key: classKey, Map: ClientRates}})
+	}
+	c.Rules = append(c.Rules, ratedPool(s)...)
 	return c
+}
+
+// ratedPool limits the connections of a pool, and finds its class.
+func ratedPool(s Structure) (rules []Rule) {
+	if s.Uses.Has(RateLimits) {
+		rules = []Rule{{SetLookup{Key: wholeKey, Set: RateLimits}, Goto{OverLimit.id()}}}
+	}
+	return append(rules, Rule{SetPriority{Key: wholeKey, Map: Pools}, VerdictMap{Key: classKey, Map: PoolPicks}},
+		Rule{Counter{}, Drop{}})
+}
+
+// clientLimit limits each client of a pool, of which the priority has the number below that of the limit. Both are in
+// the key, so that nobody keeps a limit that the pool has no longer. While there is no room for more clients, those that
+// come share limits.
+func clientLimit(n uint32) []Rule {
+	rate := snapshot.ClientRates[n/uint32(len(snapshot.ClientBursts))]
+	limit := Limit{Rate: rate, Burst: rate * snapshot.ClientBursts[n%uint32(len(snapshot.ClientBursts))], Over: true}
+	client := Concat{Fields: []Field{Priority, SourceAddr}}
+	bucket := Concat{Fields: []Field{Priority, SourceBucket}, Mod: ClientBuckets}
+	return []Rule{
+		{Update{Map: LimitedClients, Key: client, Timeout: ClientMemory, Limit: limit}, Goto{OverLimit.id()}},
+		{SetLookup{Key: client, Not: true, Set: LimitedClients},
+			Update{Map: LimitedBuckets, Key: bucket, Timeout: ClientMemory, Limit: limit}, Goto{OverLimit.id()}},
+		{StripClass{}, Goto{RatedPool.id()}},
+	}
+}
+
+// clientLimitOf is the number of a limit of clients.
+func clientLimitOf(l snapshot.RateLimit) uint32 {
+	return uint32(slices.Index(snapshot.ClientRates[:], l.Rate)*len(snapshot.ClientBursts) +
+		slices.Index(snapshot.ClientBursts[:], l.Burst/l.Rate))
+}
+
+// overLimit refuses the connections that are over a limit, which it counts for each pool.
+func overLimit() Chain {
+	return Chain{ID: OverLimit.id(), Comment: "connections over the limits of their pool", Rules: append([]Rule{
+		{StripClass{}}, // which is the limit of the client
+		{SetLookup{Key: wholeKey, Set: LimitedPools}},
+		{SetLookup{Key: wholeKey, Set: DroppingPools}, Counter{}, Drop{}},
+	}, refuse(Counter{})...)}
 }
 
 // split finds the pool of frontends that have one for clients from outside, and another for pods and this node. Without
@@ -793,6 +876,8 @@ func numbered(id ChainID) Chain {
 		c.Rules = pick(SourcePortBucket, UncountedEndpoints)
 	case StickyPick, StickyHash:
 		c.Rules = []Rule{{Jump{AffinityLookup.id()}}, {Goto{id.next()}}}
+	case ClientLimit:
+		c.Rules = clientLimit(id.N)
 	case RememberFor:
 		key := Concat{Fields: []Field{Priority, SourceBucket}, Mod: AffinityBuckets}
 		c.Rules = []Rule{{Jump{StickyPool.id()}}, {Update{Map: Affinity, Key: key, Timeout: time.Duration(id.N) * time.Second,

@@ -86,6 +86,7 @@ func (p *planner) pool(f ipfamily.Family, old, want *port, i poolIndex) {
 	p.element(f, old.sticky(i), want.sticky(i),
 		func() Element { return old.rememberElement(i) }, func() Element { return want.rememberElement(i) })
 	p.share(f, old, want, i)
+	p.limits(f, old, want, i)
 	p.members(f, old, want, i)
 	p.unhealthy(f, old, want, i)
 	had, has := op.slots, wp.slots
@@ -113,6 +114,18 @@ func (p *planner) share(f ipfamily.Family, old, want *port, i poolIndex) {
 	p.element(f, old.pools[i].refused > 0, want.pools[i].refused > 0, func() Element { return old.shareElement(i) },
 		func() Element { return want.shareElement(i) })
 	p.planned += (rangeCost - 1) * (p.planned - planned)
+}
+
+// limits plans the change of the limits of a pool.
+func (p *planner) limits(f ipfamily.Family, old, want *port, i poolIndex) {
+	before, now := old.limitElements(i), want.limitElements(i)
+	in := func(list []Element, set SetID) int {
+		return slices.IndexFunc(list, func(e Element) bool { return e.Set == set })
+	}
+	for _, set := range limitSets {
+		b, n := in(before, set), in(now, set)
+		p.element(f, b >= 0, n >= 0, func() Element { return before[b] }, func() Element { return now[n] })
+	}
 }
 
 // element plans the change of an element that may be there before and after.

@@ -121,7 +121,7 @@ func (w *Walk) Cause() dataplane.Cause {
 			return dataplane.NoLocalEndpoints
 		case Restrict:
 			return dataplane.SourceRefused
-		case Split, SharedPool: // a frontend of which the pool is gone
+		case Split, SharedPool, RatedPool: // a frontend of which the pool is gone
 			return dataplane.FrontendFound
 		case Unallocated:
 			return dataplane.Unallocated

@@ -243,7 +243,7 @@ func (c *Counters) Refused() ([]dataplane.RefusedCount, error) {
 	for i, f := range ipfamily.All {
 		for _, r := range [...]dataplane.Refusal{
 			dataplane.RefusedNoEndpoints, dataplane.RefusedSourceRanges, dataplane.RefusedUnusedPort,
-			dataplane.RefusedUnallocated, dataplane.RefusedOvertaken,
+			dataplane.RefusedUnallocated, dataplane.RefusedOvertaken, dataplane.RefusedOverLimit,
 		} {
 			out = append(out, dataplane.RefusedCount{Family: f, Refusal: r, Packets: packets[i][r]})
 		}

@@ -19,11 +19,17 @@ import (
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
-// refuse has pools of some ports refuse a share that follows from the port's name.
+// refuse has pools of some ports refuse a share, and what is over limits, that follow from the port's name.
 func refuse(ports ...*dataplane.ServicePort) {
 	for _, sp := range ports {
 		h := fnv.New32a()
 		h.Write([]byte(sp.Name.String()))
+		switch n := h.Sum32(); n >> 8 % 5 {
+		case 0:
+			sp.Limits = snapshot.Limits{Rate: snapshot.RateLimit{Rate: 1 + n%snapshot.MaxRate, Burst: 1 + n>>4%5}, Drop: n&1 == 0}
+		case 1:
+			sp.Limits.Client = snapshot.RateLimit{Rate: 20, Burst: 40}
+		}
 		for i, p := range [...]*dataplane.Pool{sp.Cluster, sp.Local} {
 			if share := h.Sum32() >> i % (2 * dataplane.RefusedOf); share < dataplane.RefusedOf && len(p.Endpoints) > 0 {
 				p.Refused = uint16(share)

@@ -89,12 +89,15 @@ const (
 	// RefusedOvertaken: the Service changed between two lookups for the packet. It is dropped, and the client sends it
 	// again.
 	RefusedOvertaken
+	// RefusedOverLimit: the Service has limits, and the connection is over one. It is rejected or dropped, as the Service
+	// asks.
+	RefusedOverLimit
 	// NumRefusals is how many there are.
 	NumRefusals
 )
 
 var refusalNames = [NumRefusals]string{"no-endpoints", "no-local-endpoints", "source-ranges", "unused-port",
-	"unallocated", "overtaken"}
+	"unallocated", "overtaken", "over-limit"}
 
 func (r Refusal) String() string { return refusalNames[r] }
 

@@ -101,6 +101,11 @@ func (d *dice) otherConfig(c Config) Config {
 	return c
 }
 
+func (d *dice) limits() snapshot.Limits {
+	return snapshot.Limits{Rate: pick(d, snapshot.RateLimit{}, snapshot.RateLimit{}, snapshot.RateLimit{Rate: 7, Burst: 9}),
+		Client: pick(d, snapshot.RateLimit{}, snapshot.RateLimit{}, snapshot.RateLimit{Rate: 5, Burst: 50}), Drop: d.yes()}
+}
+
 func (d *dice) secondChance() snapshot.SecondChance {
 	const on = snapshot.SecondChanceOn
 	return pick(d, on, snapshot.SecondChanceDefault, on, snapshot.SecondChanceObserve, on, snapshot.SecondChanceOff, on)
@@ -151,6 +156,7 @@ func (d *dice) service(n snapshot.Name) *snapshot.Service {
 		ExternalFailover:    snapshot.ExternalFailover(d.n(4)),
 		Affinity:            time.Duration(d.n(2)) * time.Hour,
 		SecondChance:        d.secondChance(),
+		Limits:              d.limits(),
 		Scheduling: pick(d, nil, &snapshot.Scheduling{Scheduler: snapshot.NFTables}, &snapshot.Scheduling{Scheduler: "mh",
 			Port: true},
 			&snapshot.Scheduling{Scheduler: snapshot.Hash},

@@ -128,6 +128,7 @@ func (b *builder) port(
 		Frontends:  b.frontends(svc, p, f, clusterIP, sources),
 
 		SecondChance: b.host.secondChanceOf(svc, p),
+		Limits:       svc.Limits,
 	}
 	if p.Protocol == snapshot.TCP {
 		sp.Drain = svc.Drain

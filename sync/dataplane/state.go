@@ -91,6 +91,9 @@ type ServicePort struct {
 	// SecondChance is what happens to endpoints that do not answer or refuse: SecondChanceOff, always for other protocols
 	// than TCP, SecondChanceObserve or SecondChanceOn.
 	SecondChance snapshot.SecondChance
+	// Limits are those of new connections, for each pool by itself, where the backend chooses the endpoint. A backend that
+	// cannot limit connections ignores them.
+	Limits snapshot.Limits
 	// Drain is how long a TCP connection may last after its endpoint stopped serving; 0 means as long as it likes. Whole
 	// seconds, always 0 for other protocols.
 	Drain time.Duration

@@ -98,6 +98,8 @@ type Service struct {
 	NoRecords bool
 	// SecondChance is what the Service's annotation asks for.
 	SecondChance SecondChance
+	// Limits are those of new connections.
+	Limits Limits
 	// Drain is how long TCP connections may last after their endpoint stopped serving, whole seconds; 0 means as long as
 	// they like.
 	Drain time.Duration

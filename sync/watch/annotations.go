@@ -28,6 +28,7 @@ const (
 	nameCounters         = "counters"
 	nameRecords          = "records"
 	nameBackends         = "backends"
+	nameLimits           = "limits"
 )
 
 // nameWeight is the annotation of an EndpointSlice.
@@ -38,8 +39,8 @@ const annotationCiliumWeight = "service.cilium.io/weight"
 
 // annotationNames are the names that an object of a kind may have after the domain.
 var annotationNames = map[string][]string{
-	"Service": {nameBackends, nameCounters, nameDrain, nameExternalFailover, nameRecords, nameScheduler, nameSecondChance,
-		nameSlowStart, nameWeights, nameZoneDemand, nameZones},
+	"Service": {nameBackends, nameCounters, nameDrain, nameExternalFailover, nameLimits, nameRecords, nameScheduler,
+		nameSecondChance, nameSlowStart, nameWeights, nameZoneDemand, nameZones},
 	"EndpointSlice": {nameWeight},
 }
 
@@ -65,6 +66,7 @@ func readServiceAnnotations(f *problemList, o *corev1.Service, s, last *snapshot
 		`none of "off", "observe" and "on"`)
 	s.ExternalFailover = word(&a, nameExternalFailover, was.ExternalFailover, snapshot.ParseExternalFailover,
 		`none of "cluster", "reject", "pass" and "drop"`)
+	s.Limits = a.limits(was.Limits)
 	s.Drain = a.duration(nameDrain, 24, was.Drain)
 	s.SlowStart = a.slowStart(s, was.SlowStart)
 	a.unknown("Service")
@@ -198,6 +200,27 @@ func (a *annotations) slowStart(s *snapshot.Service, last time.Duration) time.Du
 		return 0
 	}
 	return d
+}
+
+// maxLimits bounds the text of limits.
+const maxLimits = 256
+
+// limits reads the limits of a Service's connections; without them, there are none.
+func (a *annotations) limits(last snapshot.Limits) snapshot.Limits {
+	text, field, ok := a.get(nameLimits)
+	if !ok {
+		return snapshot.Limits{}
+	}
+	l, err := snapshot.ParseLimits(text[:min(len(text), maxLimits)])
+	switch {
+	case len(text) > maxLimits:
+		a.wrong(field, "%d bytes are too many: %d at most", len(text), maxLimits)
+		return last
+	case err != nil:
+		a.wrong(field, "%s: %w", quote(text), err)
+		return last
+	}
+	return l
 }
 
 // triggered reads when the event happened for which the controller last changed a slice.

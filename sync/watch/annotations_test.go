@@ -21,11 +21,12 @@ import (
 var (
 	goodAnnotations = map[string]string{nameScheduler: "random", nameWeights: "n1=3,n2=1", nameZones: "prefer",
 		nameZoneDemand: "a=3", nameSlowStart: "30s", nameSecondChance: "off", nameDrain: "1m", nameExternalFailover: "pass",
-		nameCounters: "true", nameRecords: "off",
+		nameCounters: "true", nameRecords: "off", nameLimits: "rate=10",
 		nameBackends: `{"ports":[{"port":"http","to":[{"service":"db","port":1}]}]}`}
 	wrongAnnotations = map[string]string{nameScheduler: "rendom", nameWeights: "n1=x,n2", nameZones: "on",
 		nameZoneDemand: "a", nameSlowStart: "2h", nameSecondChance: "of", nameDrain: "30",
-		nameExternalFailover: "lcuster", nameCounters: "yes", nameRecords: "no", nameBackends: "x"}
+		nameExternalFailover: "lcuster", nameCounters: "yes", nameRecords: "no", nameLimits: "rate=0",
+		nameBackends: "x"}
 )
 
 func annotated(in string, values map[string]string) *corev1.Service {

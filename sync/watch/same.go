@@ -19,7 +19,7 @@ func sameService(a, b *snapshot.Service) bool {
 		slices.Equal(a.LoadBalancerIPs, b.LoadBalancerIPs) && slices.Equal(a.SourceRanges, b.SourceRanges) &&
 		slices.Equal(a.Ports, b.Ports) && a.Counters == b.Counters && a.NoRecords == b.NoRecords &&
 		a.SecondChance == b.SecondChance &&
-		a.Drain == b.Drain && a.SlowStart == b.SlowStart &&
+		a.Drain == b.Drain && a.Limits == b.Limits && a.SlowStart == b.SlowStart &&
 		a.ExternalFailover == b.ExternalFailover &&
 		sameScheduling(a.Scheduling, b.Scheduling) && sameBackends(a.Backends, b.Backends)
 }

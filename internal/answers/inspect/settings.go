@@ -34,6 +34,11 @@ func settingsOf(x *dataplane.Explanation) (list []Setting) {
 		failover = "not at cluster IPs"
 	}
 	add(svc.ExternalFailover != snapshot.FailoverDrop, "external-failover", svc.ExternalFailover.String(), failover)
+	chooser := ""
+	if x.Port.Scheduled(x.Frontend) != nil {
+		chooser = "IPVS chooses the endpoint"
+	}
+	add(svc.Limits != snapshot.Limits{}, "limits", svc.Limits.String(), chooser)
 	add(svc.SlowStart > 0, "slow-start", units.Span(svc.SlowStart), "")
 	add(svc.Counters == snapshot.CountersFirst, "counters", "true", "")
 	add(svc.Counters == snapshot.CountersNever, "counters", "false", "")

@@ -1,6 +1,7 @@
 package plan
 
 import (
+	"cmp"
 	"fmt"
 	"net/netip"
 	"slices"
@@ -110,6 +111,7 @@ func (m *maker) settings(s *Service, n snapshot.Name, before, after *dataplane.S
 		say(port, "choice", choiceText(b), choiceText(a))
 		say(port, "refused shares", refusedText(b), refusedText(a))
 		say(port, "second chance", b.SecondChance.String(), a.SecondChance.String())
+		say(port, "limits", limitsText(b), limitsText(a))
 		say(port, "drain deadline", spanText(b.Drain), spanText(a.Drain))
 		said[a.Name.Port+a.Name.Protocol.String()] = len(s.Settings) > count
 	}
@@ -120,6 +122,8 @@ func refusedText(sp *dataplane.ServicePort) string {
 	return fmt.Sprintf("%.4g%% (%.4g%% with a policy Local)", float64(sp.Cluster.Refused)*100/dataplane.RefusedOf,
 		float64(sp.Local.Refused)*100/dataplane.RefusedOf)
 }
+
+func limitsText(sp *dataplane.ServicePort) string { return cmp.Or(sp.Limits.String(), "none") }
 
 func portText(p uint16) string {
 	if p == 0 {

@@ -140,6 +140,9 @@ func (w *writer) service(s *snapshot.Service) {
 	if s.Backends != nil { // last, so that all others have the digests that they had before there were backends
 		w.backends(s.Backends)
 	}
+	if s.Limits != (snapshot.Limits{}) { // as backends
+		w.text("limits", s.Limits.String())
+	}
 }
 
 func (w *writer) backends(b *snapshot.Backends) {
