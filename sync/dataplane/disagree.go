@@ -2,6 +2,7 @@ package dataplane
 
 import (
 	"fmt"
+	"math"
 	"net/netip"
 	"slices"
 	"time"
@@ -46,7 +47,7 @@ func (t *Trace) Disagreements(x *Explanation) []Disagreement {
 	for _, c := range x.Endpoints {
 		taken[c.AddrPort] = taken[c.AddrPort] || c.Reason.Included()
 	}
-	refused := x.refused()
+	refused := x.Refused()
 	for _, e := range t.Endings {
 		switch {
 		case e.Outcome == Rejected && e.alike(refused, RefusedOf, refused > 0):
@@ -68,9 +69,6 @@ func (t *Trace) Disagreements(x *Explanation) []Disagreement {
 	}
 	return append(out, t.endpointDisagreements(x)...)
 }
-
-// refused is how many of RefusedOf connections the packet's pool refuses.
-func (x *Explanation) refused() int { return int(x.Frontend.Routes[x.Row].Pool.Refused) }
 
 func rememberText(d time.Duration) string {
 	if d == 0 {
@@ -96,14 +94,14 @@ func (t *Trace) endpointDisagreements(x *Explanation) (out []Disagreement) {
 			total += c.Share()
 		}
 	}
-	rounded := x.refused() > 0 || x.Port.Hash != NoHash
+	rounded := x.Refused() > 0 || x.Port.Hash != NoHash
 	total *= RefusedOf
 	for _, c := range x.Endpoints {
 		has, held := endings[c.AddrPort]
 		if !c.Reason.Included() {
 			continue
 		}
-		share := c.Share() * (RefusedOf - x.refused())
+		share := c.Share() * (RefusedOf - x.Refused())
 		delete(endings, c.AddrPort)
 		switch {
 		case !held && !stuck:
@@ -134,9 +132,9 @@ func shareText(share, total int) string {
 // alike reports whether the chance is a share of a total. A rounded one may be off by less than one of the parts into
 // which the kernel divides all connections, or by one per cent.
 func (e *Ending) alike(share, total int, rounded bool) bool {
-	off, want := e.Share*total-share*e.Of, share*e.Of
-	off = max(off, -off)
-	return off == 0 || rounded && (off < total || off*100 <= want)
+	want, all := float64(share)*float64(e.Of), float64(total) // whose products may not fit into an int
+	off := math.Abs(float64(e.Share)*all - want)
+	return off == 0 || rounded && (off < all || off*100 <= want)
 }
 
 func seesText(node bool) string {

@@ -225,7 +225,7 @@ func Explain(cfg Config, s *snapshot.Snapshot, q Question) *Explanation {
 }
 
 // Refused returns how many of RefusedOf new connections are refused before an endpoint is chosen. A frontend answers.
-func (x *Explanation) Refused() uint16 { return x.Frontend.Routes[x.Row].Pool.Refused }
+func (x *Explanation) Refused() int { return int(x.Frontend.Routes[x.Row].Pool.Refused) }
 
 // PodsOf returns how pods are recognized, in IPv4 and in IPv6.
 func PodsOf(cfg Config, s *snapshot.Snapshot) ipfamily.Per[Pods] { return newHost(cfg, s, nil).pods }
@@ -282,17 +282,15 @@ func (e *explainer) fillBudget() {
 	if len(asking) == 0 {
 		return
 	}
-	e.refer(e.s, func(yield func(snapshot.Name) bool) {
-		for n := range e.s.Services {
-			if asking[n.Namespace] && !yield(n) {
-				return
-			}
-		}
-	})
+	var all []snapshot.Name
 	for n, svc := range e.s.Services {
 		if asking[n.Namespace] && e.asks(n, svc) {
-			e.service(e.s, n)
+			all = append(all, n)
 		}
+	}
+	e.refer(e.s, all)
+	for _, n := range all {
+		e.service(e.s, n)
 	}
 	e.balance()
 }

@@ -109,8 +109,12 @@ func TestBoard(t *testing.T) {
 	drops.Services[name("shop/drops")].InternalLocal = true
 	thief := objects(1, "shop/thief", "here")
 	thief.Services[name("shop/thief")].Age.Created = 99
+	shares := objects(8, "shop/shares")
+	shares.Services[name("shop/shares")].Backends = &snapshot.Backends{Ports: []snapshot.PortBackends{{Port: "http",
+		To: []snapshot.Backend{{Service: name("shop/ejects"), Port: 80, Weight: 3},
+			{Service: name("shop/none"), Port: 80, Weight: 1}}}}}
 	var all snapshot.Delta
-	for _, d := range []snapshot.Delta{objects(1, "shop/good", "here", "there"), objects(2, "shop/none"), drops,
+	for _, d := range []snapshot.Delta{shares, objects(1, "shop/good", "here", "there"), objects(2, "shop/none"), drops,
 		objects(4, "shop/ejects", "here", "there", "there"), objects(5, "shop/bad", "here"), thief,
 		objects(6, "shop/ipvs", "here"), {Health: map[snapshot.Name]*snapshot.Health{name("shop/ejects"): {
 			Unhealthy: []snapshot.Unhealthy{{Endpoint: netip.MustParseAddrPort("10.1.4.2:8080")}}}}}} {
@@ -127,6 +131,7 @@ shop/ejects ejects 2/3 1 ejected
 shop/good programmed 2/2 
 shop/ipvs unscheduled 1/1 IPVS does not schedule it: no module
 shop/none refuses 0/0 no endpoint
+shop/shares refuses 3/3 25% of connections: backends without endpoints
 shop/thief unaddressed 0/1 other Services have its addresses`
 	says := func() string { return s.says("") }
 	testkit.Eventually(t, time.Minute, "all are programmed", func() bool { return says() == want }, says)

@@ -31,7 +31,7 @@ const (
 	Waiting State = "waiting"
 	// Unaddressed: other Services have all its addresses.
 	Unaddressed State = "unaddressed"
-	// Refuses and Drops: a port has no endpoint that this node may send to.
+	// Refuses and Drops: a port has no endpoint that this node may send to, or one of its backends has none.
 	Refuses State = "refuses"
 	Drops   State = "drops"
 	// Ejects: an endpoint does not answer this node, which sends it nothing new.
@@ -149,10 +149,11 @@ func (s *Service) judge(programmed *dataplane.Service) {
 		return
 	}
 	var none []string
-	verdict, ejected := Drops, 0
+	verdict, ejected, refused := Drops, 0, uint16(0)
 	for _, sp := range programmed.Ports {
 		pool := usedPool(sp)
 		ejected += len(pool.Ejected)
+		refused = max(refused, pool.Refused)
 		if len(pool.Endpoints) > 0 {
 			continue
 		}
@@ -175,6 +176,9 @@ func (s *Service) judge(programmed *dataplane.Service) {
 		s.is(Refuses, "no endpoint"+where)
 	case len(none) > 0:
 		s.is(Drops, "no endpoint on this node"+where)
+	case refused > 0:
+		s.is(Refuses, fmt.Sprintf("%.4g%% of connections: backends without endpoints",
+			float64(refused)*100/dataplane.RefusedOf))
 	case ejected > 0:
 		s.is(Ejects, fmt.Sprintf("%d ejected", ejected))
 	}
