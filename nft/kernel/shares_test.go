@@ -235,4 +235,19 @@ func TestRefusedShareIsListed(t *testing.T) {
 	if r, err := b.Apply(st, dataplane.Change{}); err != nil || r.Added+r.Removed+r.Replaced > 0 {
 		t.Errorf("a new process writes: %+v, %v", r, err)
 	}
+	before := held(t, b)
+	listed, err := b.List()
+	labtest.Check(t, err)
+	set, at := nft.SetByID(nft.RefusedShares), ipfamily.IPv4
+	text := listed[at].Elements[nft.RefusedShares][0].Text(at, &set)
+	labtest.Run(t, c.Node, fmt.Sprintf("delete element ip %[1]s %[2]s { %[3]s }\nadd element ip %[1]s %[2]s { %[4]s }\n",
+		nft.TableName, set.Name(), text, strings.Replace(text, "1999", "7999", 1)), "nft", "-f", "-")
+	if found := check(t, b); len(found) == 0 {
+		t.Error("another share is not found")
+	}
+	_, err = b.Apply(st, dataplane.Change{})
+	labtest.Check(t, err)
+	if after := held(t, b); after != before {
+		t.Errorf("another share is not corrected: %s", labtest.FirstDifference(after, before))
+	}
 }
