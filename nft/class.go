@@ -112,8 +112,8 @@ func (s SetID) hasClass() bool { return s <= Pools }
 // setPool sets the data of an element of a map that has classes.
 func (e *Element) setPool(c ChainID, pool uint32) { e.setID(c.class()<<poolBits | pool) }
 
-// Leads gives the chain to which an element of a verdict map, of a map with classes, of Remember or of ClientLimits leads; NoChain if
-// it is none of ours.
+// Leads gives the chain to which an element of a verdict map, of a map with classes, of Remember or of ClientLimits
+// leads; NoChain if it is none of ours.
 func (e *Element) Leads() ChainID {
 	switch {
 	case e.DataLen != 4:

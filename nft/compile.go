@@ -276,38 +276,6 @@ func (p *port) inPools(i poolIndex) bool {
 	return (p.crowded || p.pools[i].refused > 0 || p.limited(i)) && p.pools[i].used
 }
 
-// limitSets are the sets of limits.
-var limitSets = [...]SetID{LimitedPools, DroppingPools, RateLimits, ClientLimits}
-
-// limited reports whether a pool has limits.
-func (p *port) limited(i poolIndex) bool {
-	return p.limits != (snapshot.Limits{}) && p.pools[i].used && p.pools[i].verdict == NoChain
-}
-
-// limitElements returns the elements of a pool's limits, each in another set.
-func (p *port) limitElements(i poolIndex) (list []Element) {
-	if !p.limited(i) {
-		return nil
-	}
-	id := p.pools[i].id
-	list = append(list, idElement(LimitedPools, id))
-	if p.limits.Drop {
-		list = append(list, idElement(DroppingPools, id))
-	}
-	if r := p.limits.Rate; r.Rate > 0 {
-		list = append(list, rateElement(id, Limit{Rate: r.Rate, Burst: r.Burst}))
-	}
-	if p.limits.Client.Rate > 0 {
-		e := idElement(ClientLimits, id)
-		e.setID(clientLimitOf(p.limits.Client)<<poolBits | id)
-		list = append(list, e)
-	}
-	for n := range list {
-		list[n].Comment = p.comment
-	}
-	return list
-}
-
 // poolElement returns the pool's element of Pools.
 func (p *port) poolElement(i poolIndex) Element {
 	e := idElement(Pools, p.pools[i].id)

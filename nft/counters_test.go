@@ -201,9 +201,6 @@ func TestRefuses(t *testing.T) {
 			refusal, known := Refuses(c.ID.Kind, set)
 			_, drops := r[len(r)-1].(Drop)
 			_, resets := r[len(r)-1].(Reset)
-			if c.ID.Kind == OverLimit && refusal == dataplane.RefusedOverLimit {
-				continue // as the Service asks
-			}
 			if !known || !resets && drops != (refusal.Verdict() == dataplane.Drop) {
 				t.Errorf("%s: %q refuses for %v, %v", c.ID.Name(), r.Text(ipfamily.IPv4), refusal, known)
 			}

@@ -173,33 +173,9 @@ func shareElement(id uint32, refused uint16) Element {
 	return e
 }
 
-// limitLen is the length of a limit as the data of an element: the rate, then the burst.
-const limitLen = 8
-
-// rateElement gives the element that limits the connections of a pool.
-func rateElement(id uint32, l Limit) Element {
-	e := idElement(RateLimits, id)
-	e.DataLen = uint8(copy(e.data[:], l.Data()))
-	return e
-}
-
-// Data gives a limit as the data of an element of RateLimits has it.
-func (l Limit) Data() []byte {
-	return binary.NativeEndian.AppendUint32(binary.NativeEndian.AppendUint32(nil, l.Rate), l.Burst)
-}
-
-// Limit gives the limit that an element of RateLimits has: a whole one in a second. The zero value means that it is
-// known by its key alone.
-func (e *Element) Limit() Limit {
-	if e.DataLen != limitLen {
-		return Limit{}
-	}
-	return Limit{Rate: binary.NativeEndian.Uint32(e.data[:4]), Burst: binary.NativeEndian.Uint32(e.data[4:]), Over: true}
-}
-
 // ElementFrom makes an element from what the kernel lists: keyEnd only where the key holds a range, data and chain only
-// in maps, and data as Limit.Data has it in RateLimits. A verdict that leads to no chain of ours becomes NoChain. It is not ok if a key or data has not the length
-// the set's fields have.
+// in maps, and data as Limit.Data has it in RateLimits. A verdict that leads to no chain of ours becomes NoChain. It is
+// not ok if a key or data has not the length the set's fields have.
 func ElementFrom(f ipfamily.Family, set SetID, key, keyEnd, data []byte, chain, comment string) (e Element, ok bool) {
 	s := SetByID(set)
 	limited := s.Limit && len(data) == limitLen

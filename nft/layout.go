@@ -215,8 +215,8 @@ var chainNames = [...]string{
 	"first-endpoint", "uncounted-first-endpoint",
 	"refused", "answers", "unanswered", "evidence", "evidence-input", "record-resets", "record-resets-input", "over-limit",
 	"limited-pool", "",
-	"pick", "uncounted-pick", "sticky", "remember", "client-limit", "hash", "uncounted-hash", "hash-port", "uncounted-hash-port",
-	"sticky-hash",
+	"pick", "uncounted-pick", "sticky", "remember", "client-limit", "hash", "uncounted-hash", "hash-port",
+	"uncounted-hash-port", "sticky-hash",
 }
 
 // Name is the chain's name in the ruleset, such as "pick-3".
@@ -332,7 +332,7 @@ func (s Structure) sets() []Set {
 
 // sets returns all sets and maps that a table may have, by their ids. Only sets that rules write to have a size: the
 // kernel allocates buckets for the full size at once, and lets a set without a size grow with its elements.
-func sets() []Set { return append(serviceSets(), otherSets()...) }
+func sets() []Set { return slices.Concat(serviceSets(), otherSets(), limitedSets()) }
 
 // beyond is what the twins of maps with counters say.
 const beyond = "the same, beyond the budget for counters"
@@ -416,26 +416,8 @@ func otherSets() []Set {
 		evidenceSet(Retried, senderKey, EvidenceSize, "clients whose refused connection is tried again"),
 		{ID: RefusedShares, Key: shareKey.Fields, Interval: true,
 			Comment: "pools that refuse a share of connections . which of 10,000 draws those are"},
-		{ID: RateLimits, Key: []Field{Priority}, Limit: true, Comment: "pools that limit the rate of new connections"},
-		{ID: LimitedPools, Key: []Field{Priority}, Counter: true, Comment: "pools with limits: what was over them"},
-		{ID: DroppingPools, Key: []Field{Priority}, Comment: "pools with limits that drop what is over them"},
-		numberSet(ClientLimits, "pools that limit each client : which limit, and the pool"),
-		verdictSet(ClientRates, "limit : where clients have it"),
-		{ID: LimitedClients, Key: []Field{Priority, SourceAddr}, Dynamic: true, Size: ClientsSize,
-			Comment: "pool . client : each has its own limit"},
-		{ID: LimitedBuckets, Key: []Field{Priority, RandomSlot}, Dynamic: true, Size: ClientsSize,
-			Comment: "pool . bucket of clients for which there is no room : they share a limit"},
 	}
 }
-
-// ClientsSize is how many clients may have a limit of their own at a time, of all pools together. ClientBuckets is in how
-// many buckets those of a pool are for which there is no room then. A client is forgotten after ClientMemory without a
-// packet, when its limit has long recovered.
-const (
-	ClientsSize   = 65536
-	ClientBuckets = 1024
-	ClientMemory  = 20 * time.Second
-)
 
 func evidenceSet(id SetID, key []Field, size uint32, comment string) Set {
 	return Set{ID: id, Key: key, Dynamic: true, Size: size, Comment: comment}
@@ -470,8 +452,7 @@ func layout(f ipfamily.Family, s Structure) Table {
 		masqueradeFromNode(s),
 		split(s), restrict(), overLimit(), sharedPool(s), unallocated())
 	if s.Uses.Has(ClientLimits) {
-		t.Chains = append(t.Chains, Chain{ID: RatedPool.id(), Comment: "pools of which the client is within its limit",
-			Rules: ratedPool(s)})
+		t.Chains = append(t.Chains, Chain{ID: RatedPool.id(), Rules: ratedPool(s)})
 	}
 	for _, k := range addressKinds {
 		t.Chains = append(t.Chains, unusedPorts(s, k))
@@ -586,37 +567,6 @@ func ratedPool(s Structure) (rules []Rule) {
 	}
 	return append(rules, Rule{SetPriority{Key: wholeKey, Map: Pools}, VerdictMap{Key: classKey, Map: PoolPicks}},
 		Rule{Counter{}, Drop{}})
-}
-
-// clientLimit limits each client of a pool, of which the priority has the number below that of the limit. Both are in
-// the key, so that nobody keeps a limit that the pool has no longer. While there is no room for more clients, those that
-// come share limits.
-func clientLimit(n uint32) []Rule {
-	rate := snapshot.ClientRates[n/uint32(len(snapshot.ClientBursts))]
-	limit := Limit{Rate: rate, Burst: rate * snapshot.ClientBursts[n%uint32(len(snapshot.ClientBursts))], Over: true}
-	client := Concat{Fields: []Field{Priority, SourceAddr}}
-	bucket := Concat{Fields: []Field{Priority, SourceBucket}, Mod: ClientBuckets}
-	return []Rule{
-		{Update{Map: LimitedClients, Key: client, Timeout: ClientMemory, Limit: limit}, Goto{OverLimit.id()}},
-		{SetLookup{Key: client, Not: true, Set: LimitedClients},
-			Update{Map: LimitedBuckets, Key: bucket, Timeout: ClientMemory, Limit: limit}, Goto{OverLimit.id()}},
-		{StripClass{}, Goto{RatedPool.id()}},
-	}
-}
-
-// clientLimitOf is the number of a limit of clients.
-func clientLimitOf(l snapshot.RateLimit) uint32 {
-	return uint32(slices.Index(snapshot.ClientRates[:], l.Rate)*len(snapshot.ClientBursts) +
-		slices.Index(snapshot.ClientBursts[:], l.Burst/l.Rate))
-}
-
-// overLimit refuses the connections that are over a limit, which it counts for each pool.
-func overLimit() Chain {
-	return Chain{ID: OverLimit.id(), Comment: "connections over the limits of their pool", Rules: append([]Rule{
-		{StripClass{}}, // which is the limit of the client
-		{SetLookup{Key: wholeKey, Set: LimitedPools}},
-		{SetLookup{Key: wholeKey, Set: DroppingPools}, Counter{}, Drop{}},
-	}, refuse(Counter{})...)}
 }
 
 // split finds the pool of frontends that have one for clients from outside, and another for pods and this node. Without

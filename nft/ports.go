@@ -116,18 +116,6 @@ func (p *planner) share(f ipfamily.Family, old, want *port, i poolIndex) {
 	p.planned += (rangeCost - 1) * (p.planned - planned)
 }
 
-// limits plans the change of the limits of a pool.
-func (p *planner) limits(f ipfamily.Family, old, want *port, i poolIndex) {
-	before, now := old.limitElements(i), want.limitElements(i)
-	in := func(list []Element, set SetID) int {
-		return slices.IndexFunc(list, func(e Element) bool { return e.Set == set })
-	}
-	for _, set := range limitSets {
-		b, n := in(before, set), in(now, set)
-		p.element(f, b >= 0, n >= 0, func() Element { return before[b] }, func() Element { return now[n] })
-	}
-}
-
 // element plans the change of an element that may be there before and after.
 func (p *planner) element(f ipfamily.Family, was, is bool, before, now func() Element) {
 	switch {

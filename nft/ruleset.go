@@ -313,30 +313,6 @@ func (s Update) text(f ipfamily.Family) string {
 	return text + " }"
 }
 
-// Limit is a limit of packets: so many in a second, or in a minute, and as many at once as Burst says. The zero value is
-// none.
-type Limit struct {
-	Rate, Burst uint32
-	Minute      bool
-	// Over matches the packets that are over it, instead of those within.
-	Over bool
-}
-
-// NoLimit is the limit of a set of limits: that of an element without one of its own, of which there is none.
-var NoLimit = Limit{Rate: 1, Burst: 5, Over: true}
-
-// String writes it as nft does.
-func (l Limit) String() string {
-	over, unit := "", "second"
-	if l.Over {
-		over = "over "
-	}
-	if l.Minute {
-		unit = "minute"
-	}
-	return fmt.Sprintf("limit rate %s%d/%s burst %d packets", over, l.Rate, unit, l.Burst)
-}
-
 // secondsText writes a duration of whole seconds as nft does: 3h, 1m30s, 1d.
 func secondsText(d time.Duration) string {
 	s := int64(d / time.Second)

@@ -108,12 +108,8 @@ func TestRates(t *testing.T) {
 			}
 			for _, f := range ipfamily.All {
 				l := st.Services[s.name()].Ports[0].Limits
-				limit := l.Rate
-				if limit.Rate == 0 {
-					limit = l.Client
-				}
 				what := fmt.Sprintf("%s, %s, %v", test.name, text, f)
-				checkRate(t, c, counters, st, from, s.frontendOf(c, test.kind, f), limit, what)
+				checkRate(t, c, counters, st, from, s.frontendOf(c, test.kind, f), l, what)
 			}
 		}
 	}
@@ -121,18 +117,28 @@ func TestRates(t *testing.T) {
 }
 
 func checkRate(t *testing.T, c *lab.Cluster, counters *Counters, st *dataplane.State, from *lab.Host,
-	at netip.AddrPort, limit snapshot.RateLimit, what string,
+	at netip.AddrPort, limits snapshot.Limits, what string,
 ) {
 	t.Helper()
 	forgetFlows(t, c.Node)
-	read := func() int { return int(countAll(t, counters, st).refused[dataplane.RefusedOverLimit]) }
+	refusal := dataplane.RefusedOverLimit
+	if limits.Drop {
+		refusal = dataplane.DroppedOverLimit
+	}
+	read := func() int { return int(countAll(t, counters, st).refused[refusal]) }
 	before, translated := read(), countTranslated(t, c.Node, ipfamily.Of(at.Addr()))
+	arrived := countArrivals(t, c.Node, at)
 	sent := flood(t, from, at, 20_000)
-	served, refused := translated(), read()-before
+	served, refused, lost := translated(), read()-before, len(sent)-arrived() // in the sender's own queues
+	limit := limits.Rate
+	if limit.Rate == 0 {
+		limit = limits.Client
+	}
 	least, most := admits(limit, sent)
 	span := sent[len(sent)-1].after.Sub(sent[0].before)
-	t.Logf("%s: %d sent in %v, %d served, of %d to %d; %d refused", what, len(sent), span, served, least, most, refused)
-	if served < least || served > most || served+refused != len(sent) {
+	t.Logf("%s: %d sent in %v, %d lost, %d served, of %d to %d; %d refused", what, len(sent), span, lost, served, least,
+		most, refused)
+	if served < least-lost || served > most || served+refused+lost != len(sent) {
 		t.Errorf("%s: %d are served, not %d to %d, and %d refused of %d", what, served, least, most, refused, len(sent))
 	}
 }

@@ -26,7 +26,7 @@ func refuse(ports ...*dataplane.ServicePort) {
 		h.Write([]byte(sp.Name.String()))
 		switch n := h.Sum32(); n >> 8 % 5 {
 		case 0:
-			sp.Limits = snapshot.Limits{Rate: snapshot.RateLimit{Rate: 1 + n%snapshot.MaxRate, Burst: 1 + n>>4%5}, Drop: n&1 == 0}
+			sp.Limits.Rate, sp.Limits.Drop = snapshot.RateLimit{Rate: 1 + n%snapshot.MaxRate, Burst: 1 + n>>4%5}, n&1 == 0
 		case 1:
 			sp.Limits.Client = snapshot.RateLimit{Rate: 20, Burst: 40}
 		}

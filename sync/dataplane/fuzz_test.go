@@ -102,8 +102,9 @@ func (d *dice) otherConfig(c Config) Config {
 }
 
 func (d *dice) limits() snapshot.Limits {
-	return snapshot.Limits{Rate: pick(d, snapshot.RateLimit{}, snapshot.RateLimit{}, snapshot.RateLimit{Rate: 7, Burst: 9}),
-		Client: pick(d, snapshot.RateLimit{}, snapshot.RateLimit{}, snapshot.RateLimit{Rate: 5, Burst: 50}), Drop: d.yes()}
+	var none snapshot.RateLimit
+	return snapshot.Limits{Rate: pick(d, none, none, snapshot.RateLimit{Rate: 7, Burst: 9}),
+		Client: pick(d, none, none, snapshot.RateLimit{Rate: 5, Burst: 50}), Drop: d.yes()}
 }
 
 func (d *dice) secondChance() snapshot.SecondChance {

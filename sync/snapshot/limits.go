@@ -2,6 +2,7 @@ package snapshot
 
 import (
 	"cmp"
+	"errors"
 	"fmt"
 	"slices"
 	"strconv"
@@ -83,12 +84,12 @@ func ParseLimits(text string) (l Limits, err error) {
 // complete adds bursts that are not given.
 func (l Limits) complete() (Limits, error) {
 	switch r, c := l.Rate, l.Client; {
-	case r.Rate == 0 && c.Rate == 0:
-		return Limits{}, fmt.Errorf("there is neither a rate nor a client-rate")
 	case r.Rate == 0 && r.Burst > 0:
-		return Limits{}, fmt.Errorf("burst needs a rate")
+		return Limits{}, errors.New("burst needs a rate")
 	case c.Rate == 0 && c.Burst > 0:
-		return Limits{}, fmt.Errorf("client-burst needs a client-rate")
+		return Limits{}, errors.New("client-burst needs a client-rate")
+	case r.Rate == 0 && c.Rate == 0:
+		return Limits{}, errors.New("there is neither a rate nor a client-rate")
 	case c.Rate > 0 && !slices.Contains(ClientRates[:], c.Rate):
 		return Limits{}, fmt.Errorf("client-rate is %d: write one of %s", c.Rate, numbers(ClientRates[:], 1))
 	case c.Burst > 0 && (c.Burst%c.Rate != 0 || !slices.Contains(ClientBursts[:], c.Burst/c.Rate)):
