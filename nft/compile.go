@@ -72,6 +72,8 @@ type port struct {
 	sourceID uint32
 	// limits are those of each of its pools.
 	limits snapshot.Limits
+	// full says that there are as many open connections as limits allow.
+	full bool
 	// crowded says that so many frontends lead to its pools that their classes are in Pools.
 	crowded bool
 	pools   [numPools]pool
@@ -159,6 +161,7 @@ func compilePort(sp *dataplane.ServicePort, limit int) *port {
 		comment:   commentOf(sp.Name.String()),
 		timeout:   uint32(sp.Affinity / time.Second),
 		limits:    sp.Limits,
+		full:      sp.Full,
 		frontends: make([]frontend, len(sp.Frontends)),
 	}
 	for i := range sp.Frontends {

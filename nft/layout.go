@@ -69,6 +69,7 @@ const (
 	ClientRates
 	LimitedClients
 	LimitedBuckets
+	FullPools
 	// NumSets is how many there are.
 	NumSets
 )
@@ -82,6 +83,7 @@ var setNames = [...]string{
 	"unanswered-by", "refused-by", "shared-ranges", "unhealthy-endpoints", "settings", "answered-by",
 	"accepted", "forsaken", "retried", "refused-shares", "rate-limits", "limited-pools",
 	"dropping-pools", "client-limits", "client-rates", "limited-clients", "limited-buckets",
+	"full-pools",
 }
 
 func (s SetID) String() string { return setNames[s] }
@@ -307,7 +309,7 @@ func (u Uses) With(sets ...SetID) Uses {
 // optional are the sets that no rule looks up while they are empty.
 var optional = [...]SetID{
 	UncountedServices, Hairpin, Remember, OutsideStickyServices, Scheduled, RetryServices, RefusedShares, RateLimits,
-	ClientLimits,
+	ClientLimits, FullPools,
 }
 
 // StructureOf returns what a state asks of a family's table, except what follows from its elements.
@@ -562,8 +564,10 @@ func sharedPool(s Structure) Chain {
 
 // ratedPool limits the connections of a pool, and finds its class.
 func ratedPool(s Structure) (rules []Rule) {
-	if s.Uses.Has(RateLimits) {
-		rules = []Rule{{SetLookup{Key: wholeKey, Set: RateLimits}, Goto{OverLimit.id()}}}
+	for _, set := range [...]SetID{FullPools, RateLimits} {
+		if s.Uses.Has(set) {
+			rules = append(rules, Rule{SetLookup{Key: wholeKey, Set: set}, Goto{OverLimit.id()}})
+		}
 	}
 	return append(rules, Rule{SetPriority{Key: wholeKey, Map: Pools}, VerdictMap{Key: classKey, Map: PoolPicks}},
 		Rule{Counter{}, Drop{}})

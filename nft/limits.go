@@ -55,6 +55,7 @@ func limitedSets() []Set {
 			Comment: "pool . client : each has its own limit"},
 		{ID: LimitedBuckets, Key: []Field{Priority, RandomSlot}, Dynamic: true, Size: ClientsSize,
 			Comment: "pool . bucket of clients for which there is no room : they share a limit"},
+		{ID: FullPools, Key: []Field{Priority}, Comment: "pools with as many open connections as they may have"},
 	}
 }
 
@@ -90,7 +91,7 @@ func clientLimitOf(l snapshot.RateLimit) uint32 {
 }
 
 // limitSets are the sets of limits.
-var limitSets = [...]SetID{LimitedPools, DroppingPools, RateLimits, ClientLimits}
+var limitSets = [...]SetID{LimitedPools, DroppingPools, RateLimits, ClientLimits, FullPools}
 
 // limited reports whether a pool has limits.
 func (p *port) limited(i poolIndex) bool {
@@ -114,6 +115,9 @@ func (p *port) limitElements(i poolIndex) (list []Element) {
 		e := idElement(ClientLimits, id)
 		e.setID(clientLimitOf(p.limits.Client)<<poolBits | id)
 		list = append(list, e)
+	}
+	if p.full {
+		list = append(list, idElement(FullPools, id))
 	}
 	for n := range list {
 		list[n].Comment = p.comment

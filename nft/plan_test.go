@@ -127,7 +127,7 @@ func refuseSome(w snapshottest.Cluster, s *dataplane.State, names []snapshot.Nam
 			if w.IntN(3) == 0 {
 				sp.Limits.Rate = snapshot.RateLimit{Rate: uint32(w.IntN(3)), Burst: uint32(1 + w.IntN(3))}
 				sp.Limits.Client = snapshot.RateLimit{Rate: 5 * uint32(w.IntN(3)), Burst: 50}
-				sp.Limits.Drop = w.Yes()
+				sp.Limits.Drop, sp.Full = w.Yes(), w.Yes()
 			}
 			for _, pl := range [...]*dataplane.Pool{sp.Cluster, sp.Local} {
 				if len(pl.Endpoints) > 0 && w.IntN(3) == 0 {

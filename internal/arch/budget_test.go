@@ -10,11 +10,11 @@ import (
 // in the commit what the lines are for, and what they replace.
 var budget = map[string]int{
 	"cmd":              4_770,
-	"nft":              18_410,
+	"nft":              18_420,
 	"ipvsplugin":       3_280,
-	"sync":             14_620,
+	"sync":             14_680,
 	"internal/system":  7_610,
-	"internal/proxy":   26_640,
+	"internal/proxy":   26_860,
 	"internal/answers": 14_900,
 	"internal/lab":     7_300,
 }

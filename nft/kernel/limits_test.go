@@ -12,6 +12,7 @@ import (
 	"github.com/verdict-proxy/verdict/internal/lab"
 	"github.com/verdict-proxy/verdict/internal/lab/labtest"
 	"github.com/verdict-proxy/verdict/internal/system/ipfamily"
+	"github.com/verdict-proxy/verdict/internal/system/testkit"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
@@ -43,7 +44,7 @@ func admits(l snapshot.RateLimit, sent []sending) (least, most int) {
 		return n
 	}
 	a, b := count(func(s sending) time.Time { return s.before }), count(func(s sending) time.Time { return s.after })
-	off := 2 + max(a, b)/200
+	off := 2 + max(a, b)/100 // packets wait in queues of a busy host
 	return min(a, b) - off, max(a, b) + off
 }
 
@@ -129,7 +130,11 @@ func checkRate(t *testing.T, c *lab.Cluster, counters *Counters, st *dataplane.S
 	before, translated := read(), countTranslated(t, c.Node, ipfamily.Of(at.Addr()))
 	arrived := countArrivals(t, c.Node, at)
 	sent := flood(t, from, at, 20_000)
-	served, refused, lost := translated(), read()-before, len(sent)-arrived() // in the sender's own queues
+	var served, refused, lost int
+	testkit.Eventually(t, 20*time.Second, what+": all packets served or refused", func() bool {
+		served, refused, lost = translated(), read()-before, len(sent)-arrived() // in the sender's own queues
+		return served+refused+lost == len(sent)
+	})
 	limit := limits.Rate
 	if limit.Rate == 0 {
 		limit = limits.Client
@@ -138,8 +143,8 @@ func checkRate(t *testing.T, c *lab.Cluster, counters *Counters, st *dataplane.S
 	span := sent[len(sent)-1].after.Sub(sent[0].before)
 	t.Logf("%s: %d sent in %v, %d lost, %d served, of %d to %d; %d refused", what, len(sent), span, lost, served, least,
 		most, refused)
-	if served < least-lost || served > most || served+refused+lost != len(sent) {
-		t.Errorf("%s: %d are served, not %d to %d, and %d refused of %d", what, served, least, most, refused, len(sent))
+	if served < least-lost || served > most {
+		t.Errorf("%s: %d are served, not %d to %d", what, served, least, most)
 	}
 }
 

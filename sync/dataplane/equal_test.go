@@ -19,7 +19,7 @@ func TestEqual(t *testing.T) {
 	testkit.Compares(t, (*Service).sameClaims, "Name", "ClusterIPs", "SilentClusterIPs", "PingableIPs",
 		"LoadBalancerIPs", "HealthCheckNodePort", "OverCapacity", "Counters", "Ports[].Hash",
 		"Ports[].Affinity", "Ports[].Cluster", "Ports[].Local", "Ports[].Serving", "Ports[].Scheduling",
-		"Ports[].SecondChance", "Ports[].Drain", "Ports[].Limits",
+		"Ports[].SecondChance", "Ports[].Drain", "Ports[].Limits", "Ports[].Full",
 		"Ports[].Frontends[].NotScheduled", "Ports[].Frontends[].Routes", "Ports[].Frontends[].Sources")
 }
 

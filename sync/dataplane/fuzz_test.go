@@ -102,9 +102,9 @@ func (d *dice) otherConfig(c Config) Config {
 }
 
 func (d *dice) limits() snapshot.Limits {
-	var none snapshot.RateLimit
-	return snapshot.Limits{Rate: pick(d, none, none, snapshot.RateLimit{Rate: 7, Burst: 9}),
-		Client: pick(d, none, none, snapshot.RateLimit{Rate: 5, Burst: 50}), Drop: d.yes()}
+	rate, client := snapshot.RateLimit{Rate: 7, Burst: 9}, snapshot.RateLimit{Rate: 5, Burst: 50}
+	return pick(d, snapshot.Limits{}, snapshot.Limits{}, snapshot.Limits{Rate: rate, Drop: true},
+		snapshot.Limits{Client: client, Open: 9})
 }
 
 func (d *dice) secondChance() snapshot.SecondChance {

@@ -34,6 +34,8 @@ type builder struct {
 	tooFar   bool
 	// health is what this node found out about the Service's endpoints; nil if none is unhealthy.
 	health *snapshot.Health
+	// full are its ports with as many open connections as they may have; nil if there are none.
+	full *snapshot.Full
 	// starting are the Service's endpoints that start slowly; nil if there are none.
 	starting *snapshot.Starting
 	// scheduling is the Service's; weights are the weights it gives to nodes.
@@ -67,7 +69,7 @@ func (b *builder) service(s *snapshot.Snapshot, n snapshot.Name) *Service {
 	}
 	b.load(s, svc)
 	b.others = nil
-	b.health = s.Health[n]
+	b.health, b.full = s.Health[n], s.Full[n]
 	b.schedule(svc)
 	b.starting = b.startingOf(s, svc)
 	out := &Service{Name: n, Age: svc.Age, ClusterIPs: svc.ClusterIPs, HealthCheckNodePort: svc.HealthCheckNodePort,
@@ -133,6 +135,7 @@ func (b *builder) port(
 	if p.Protocol == snapshot.TCP {
 		sp.Drain = svc.Drain
 	}
+	sp.Full = svc.Limits.Open > 0 && b.full.Has(snapshot.FullPort{Port: p.Name, Protocol: p.Protocol, Family: f})
 	b.collectEndpoints(p, f)
 	internal := b.rows(svc, f, false)
 	var external []row

@@ -7,6 +7,8 @@ import (
 	"slices"
 	"strconv"
 	"strings"
+
+	"github.com/verdict-proxy/verdict/internal/system/ipfamily"
 )
 
 // Limits are those of a Service, each for every one of its ports by itself, on every node by itself. A limit without a
@@ -14,6 +16,8 @@ import (
 type Limits struct {
 	// Rate is that of all clients together, Client that of each of them.
 	Rate, Client RateLimit
+	// Open is how many open connections all clients may have together; 0 means no limit.
+	Open uint32
 	// Drop drops what is over a limit, instead of refusing it.
 	Drop bool
 }
@@ -21,8 +25,22 @@ type Limits struct {
 // RateLimit is how many connections there may be in a second, and how many of them at once.
 type RateLimit struct{ Rate, Burst uint32 }
 
-// MaxRate is the greatest rate and burst of a Service.
+// MaxRate is the greatest rate and burst of a Service, and the greatest number of its open connections.
 const MaxRate = 1_000_000
+
+// Full are the ports of a Service that have as many open connections as they may have. It is immutable, and replaced as
+// a whole.
+type Full struct{ Ports []FullPort }
+
+// FullPort is a port in one address family.
+type FullPort struct {
+	Port     string
+	Protocol Protocol
+	Family   ipfamily.Family
+}
+
+// Has reports whether a port is full. The Full may be nil.
+func (f *Full) Has(p FullPort) bool { return f != nil && slices.Contains(f.Ports, p) }
 
 // ClientRates are the rates that a client may have, and ClientBursts how many times as many connections it may have at
 // once: each pair of them is a chain, so they are few whatever is asked for.
@@ -42,14 +60,17 @@ func (l Limits) String() string {
 			words = append(words, fmt.Sprintf("%srate=%d %sburst=%d", r.name, r.of.Rate, r.name, r.of.Burst))
 		}
 	}
+	if l.Open > 0 {
+		words = append(words, fmt.Sprintf("open=%d", l.Open))
+	}
 	if l.Drop {
 		words = append(words, "over=drop")
 	}
 	return strings.Join(words, " ")
 }
 
-// ParseLimits reads words such as "rate=1000 burst=200 client-rate=10 client-burst=20 over=drop". A burst that is not
-// given is as large as its rate. The error says which word is wrong.
+// ParseLimits reads words such as "rate=1000 burst=200 client-rate=10 client-burst=20 open=5000 over=drop". A burst
+// that is not given is as large as its rate. The error says which word is wrong.
 func ParseLimits(text string) (l Limits, err error) {
 	seen := map[string]bool{}
 	for word := range strings.FieldsSeq(text) {
@@ -67,12 +88,14 @@ func ParseLimits(text string) (l Limits, err error) {
 			l.Client.Rate, err = limitNumber(name, value)
 		case "client-burst":
 			l.Client.Burst, err = limitNumber(name, value)
+		case "open":
+			l.Open, err = limitNumber(name, value)
 		case "over":
 			if l.Drop = value == "drop"; !l.Drop && value != "refuse" {
 				err = fmt.Errorf("over is %.20q: write refuse or drop", value)
 			}
 		default:
-			err = fmt.Errorf("%.20q is none of rate, burst, client-rate, client-burst and over", name)
+			err = fmt.Errorf("%.20q is none of rate, burst, client-rate, client-burst, open and over", name)
 		}
 		if err != nil {
 			return Limits{}, err
@@ -88,8 +111,8 @@ func (l Limits) complete() (Limits, error) {
 		return Limits{}, errors.New("burst needs a rate")
 	case c.Rate == 0 && c.Burst > 0:
 		return Limits{}, errors.New("client-burst needs a client-rate")
-	case r.Rate == 0 && c.Rate == 0:
-		return Limits{}, errors.New("there is neither a rate nor a client-rate")
+	case r.Rate == 0 && c.Rate == 0 && l.Open == 0:
+		return Limits{}, errors.New("there is no rate, client-rate or open")
 	case c.Rate > 0 && !slices.Contains(ClientRates[:], c.Rate):
 		return Limits{}, fmt.Errorf("client-rate is %d: write one of %s", c.Rate, numbers(ClientRates[:], 1))
 	case c.Burst > 0 && (c.Burst%c.Rate != 0 || !slices.Contains(ClientBursts[:], c.Burst/c.Rate)):

@@ -114,6 +114,8 @@ func (n *Node) Run(ctx context.Context) (err error) {
 	loop.Listeners = slices.Concat([]reconcile.Listener{cleaner.Listener()}, listeners, shown.listeners(),
 		[]reconcile.Listener{n.localnet(loop.Planner)}, n.Listeners, outliers.listeners(), n.records.listeners())
 
+	loop.Listeners = append(loop.Listeners, n.openLimits(walker, queue).Listener())
+
 	group, ctx := errgroup.WithContext(ctx)
 	for _, s := range n.Sources {
 		sink := shown.sink(s, queue)
