@@ -102,7 +102,9 @@ func openPorts(svc *dataplane.Service, before []*openPort) (list []*openPort) {
 		p := &openPort{port: sp.Name, most: int(sp.Limits.Open), isFull: sp.Full,
 			full: snapshot.FullPort{Port: sp.Name.Port, Protocol: sp.Name.Protocol, Family: sp.Family()}}
 		for i := range sp.Frontends {
-			p.keys = append(p.keys, sp.Frontends[i].Key)
+			if sp.Scheduled(&sp.Frontends[i]) == nil { // where IPVS chooses, nobody is refused
+				p.keys = append(p.keys, sp.Frontends[i].Key)
+			}
 		}
 		if i := slices.IndexFunc(before, func(o *openPort) bool { return o.full == p.full }); i >= 0 {
 			p.isFull, p.told = before[i].isFull, before[i].told
