@@ -148,6 +148,38 @@ func checkRate(t *testing.T, c *lab.Cluster, counters *Counters, st *dataplane.S
 	}
 }
 
+// TestLimitedTCP: a client over the limit gets a reset at once, or no answer if the Service asks for that.
+func TestLimitedTCP(t *testing.T) {
+	c, b := proxied(t, lab.Config{LocalPods: 3, RemotePods: 3})
+	s := flowService{number: 1, state: both}
+	for text, over := range map[string]lab.Outcome{"rate=1 burst=9": lab.Refused, "rate=1 burst=9 over=drop": lab.TimedOut,
+		"client-rate=1 client-burst=10": lab.Refused} {
+		st := oneState(c, s, limitTo(text))
+		for _, f := range ipfamily.All {
+			applyOnlyState(t, b, oneState(c, s, asIs)) // so that the limits begin anew
+			applyOnlyState(t, b, st)
+			l := st.Services[s.name()].Ports[0].Limits
+			sent, outcomes := []sending(nil), map[lab.Outcome]int{}
+			for range 30 {
+				at := sending{before: time.Now()}
+				r := c.Pods[f].Dial(snapshot.TCP, s.frontendOf(c, dataplane.ClusterIP, f),
+					lab.Options{Timeout: 300 * time.Millisecond})
+				at.after = time.Now()
+				sent, outcomes[r.Outcome] = append(sent, at), outcomes[r.Outcome]+1
+			}
+			limit := l.Rate
+			if limit.Rate == 0 {
+				limit = l.Client
+			}
+			least, most := admits(limit, sent)
+			if n := outcomes[lab.Answered]; n < least || n > most || n+outcomes[over] != len(sent) {
+				t.Errorf("%s, %v: %v, want %d to %d answered", text, f, outcomes, least, most)
+			}
+		}
+	}
+	quiet(t, b)
+}
+
 // TestClientsAreLimitedAlone: of very many clients, each has its own limit, and what they do concerns no other
 // Service's clients.
 func TestClientsAreLimitedAlone(t *testing.T) {

@@ -177,15 +177,30 @@ func TestRefusedTCP(t *testing.T) {
 	}
 }
 
-// TestSharesChangeUnderLoad changes a share, or has it come and go, as fast as the kernel takes it, while clients
-// connect all the time. Nobody hangs, and nobody is refused whose draw is in neither share.
+// TestSharesChangeUnderLoad changes a share, or limits that nobody reaches, or has them come and go, as fast as the
+// kernel takes it, while clients connect all the time. Nobody hangs, and nobody is refused whose draw is in neither
+// share.
 func TestSharesChangeUnderLoad(t *testing.T) {
-	for _, shares := range [][2]uint16{{0, 1}, {2000, 6000}} {
-		t.Run(fmt.Sprint(shares), func(t *testing.T) {
+	const wide = "rate=1000000 client-rate=10000 client-burst=100000"
+	for _, test := range []struct {
+		shares [2]uint16
+		limits [2]string
+	}{
+		{[2]uint16{0, 1}, [2]string{}}, {[2]uint16{2000, 6000}, [2]string{}}, {[2]uint16{}, [2]string{"", wide}},
+		{[2]uint16{0, 2000}, [2]string{wide, "rate=500000 client-rate=5000 client-burst=50000 over=drop"}},
+	} {
+		t.Run(fmt.Sprint(test), func(t *testing.T) {
+			shares := test.shares
 			c, b := proxied(t, lab.Config{LocalPods: 3, RemotePods: 3})
 			s := flowService{number: 1, state: both}
-			states := [2]*dataplane.State{refuseShare(oneState(c, s, asIs), shares[0]),
-				refuseShare(oneState(c, s, asIs), shares[1])}
+			var states [2]*dataplane.State
+			for i := range states {
+				change := asIs
+				if test.limits[i] != "" {
+					change = limitTo(test.limits[i])
+				}
+				states[i] = refuseShare(oneState(c, s, change), shares[i])
+			}
 			apply(t, b, states[0])
 			to := s.frontendOf(c, dataplane.ClusterIP, ipfamily.IPv4)
 			var outcomes [4]atomic.Int64
