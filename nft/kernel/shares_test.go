@@ -29,6 +29,8 @@ func refuse(ports ...*dataplane.ServicePort) {
 			sp.Limits.Rate, sp.Limits.Drop = snapshot.RateLimit{Rate: 1 + n%snapshot.MaxRate, Burst: 1 + n>>4%5}, n&1 == 0
 		case 1:
 			sp.Limits.Client = snapshot.RateLimit{Rate: 20, Burst: 40}
+		case 2:
+			sp.Limits, sp.Full = snapshot.Limits{Open: 7, Drop: n&1 == 0}, n&2 == 0
 		}
 		for i, p := range [...]*dataplane.Pool{sp.Cluster, sp.Local} {
 			if share := h.Sum32() >> i % (2 * dataplane.RefusedOf); share < dataplane.RefusedOf && len(p.Endpoints) > 0 {
