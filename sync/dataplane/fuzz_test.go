@@ -9,6 +9,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/verdict-proxy/verdict/internal/system/ipfamily"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
@@ -127,6 +128,18 @@ func (d *dice) health() *snapshot.Health {
 		}
 	}
 	return h
+}
+
+// someFull has every TCP port of a family full; nil if full is not set.
+func someFull(full bool) *snapshot.Full {
+	if !full {
+		return nil
+	}
+	f := &snapshot.Full{}
+	for _, name := range walkPortName {
+		f.Ports = append(f.Ports, snapshot.FullPort{Port: name, Protocol: snapshot.TCP, Family: ipfamily.IPv4})
+	}
+	return f
 }
 
 // starting is how some of the few endpoints may start.
@@ -260,7 +273,9 @@ func (d *dice) delta() snapshot.Delta {
 			if delta.Health == nil {
 				delta.Health = map[snapshot.Name]*snapshot.Health{}
 			}
-			delta.Health[pick(d, walkNames...)] = d.health()
+			n := pick(d, walkNames...)
+			delta.Health[n] = d.health()
+			snapshot.Put(&delta.Full, n, someFull(delta.Health[n] != nil && len(delta.Health[n].Unhealthy)%2 == 0))
 		case 14:
 			if delta.Starting == nil {
 				delta.Starting = map[snapshot.Name]*snapshot.Starting{}
