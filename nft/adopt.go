@@ -188,7 +188,7 @@ func (m *Model) wanted(found *ipfamily.Per[Found], stale *Stale) (out ipfamily.P
 }
 
 // shared are the sets whose elements belong to no Service alone.
-var shared = [...]SetID{Addresses, SourceKinds, Picks, SplitPicks, PoolPicks, Kinds, Sources, Timeouts,
+var shared = [...]SetID{Addresses, SourceKinds, Picks, SplitPicks, PoolPicks, Kinds, Sources, Timeouts, ClientRates,
 	ServiceCIDRs, SharedRanges, Hairpin, SettingsSet}
 
 // trees are the sets for which IsTree is true, in the order of treeRanges.

@@ -112,8 +112,8 @@ func (s SetID) hasClass() bool { return s <= Pools }
 // setPool sets the data of an element of a map that has classes.
 func (e *Element) setPool(c ChainID, pool uint32) { e.setID(c.class()<<poolBits | pool) }
 
-// Leads gives the chain to which an element of a verdict map, of a map with classes, or of Remember leads; NoChain if
-// it is none of ours.
+// Leads gives the chain to which an element of a verdict map, of a map with classes, of Remember or of ClientLimits
+// leads; NoChain if it is none of ours.
 func (e *Element) Leads() ChainID {
 	switch {
 	case e.DataLen != 4:
@@ -122,6 +122,8 @@ func (e *Element) Leads() ChainID {
 		return chainOfClass(e.Number() >> poolBits)
 	case e.Set == Remember:
 		return ChainID{RememberFor, e.Number()}
+	case e.Set == ClientLimits:
+		return ChainID{ClientLimit, e.Number() >> poolBits}
 	}
 	return ChainID{}
 }
@@ -148,12 +150,14 @@ func classes(elements *[NumSets][]Element) (out []*Element) {
 	return out
 }
 
-// leadingTo gives the elements of Picks and those like it, or of Timeouts, that lead to a chain.
+// leadingTo gives the elements of Picks and those like it, of Timeouts or of ClientRates, that lead to a chain.
 func leadingTo(c ChainID) (out []Element) {
 	sets, key := []SetID{Picks, SplitPicks, PoolPicks}, c.class()<<poolBits
 	switch c.Kind {
 	case RememberFor:
 		sets, key = []SetID{Timeouts}, c.N
+	case ClientLimit:
+		sets, key = []SetID{ClientRates}, c.N<<poolBits
 	case Restrict, Split: // which lead to SplitPicks
 		sets = sets[:1]
 	case SharedPool: // which leads to PoolPicks

@@ -70,6 +70,10 @@ type port struct {
 	timeout uint32
 	// sourceID is the id of the Service's source ranges; 0 if there are none.
 	sourceID uint32
+	// limits are those of each of its pools.
+	limits snapshot.Limits
+	// full says that there are as many open connections as limits allow.
+	full bool
 	// crowded says that so many frontends lead to its pools that their classes are in Pools.
 	crowded bool
 	pools   [numPools]pool
@@ -156,6 +160,8 @@ func compilePort(sp *dataplane.ServicePort, limit int) *port {
 		id:        portID{sp.Name, ipfamily.Of(sp.Frontends[0].Key.Addr)},
 		comment:   commentOf(sp.Name.String()),
 		timeout:   uint32(sp.Affinity / time.Second),
+		limits:    sp.Limits,
+		full:      sp.Full,
 		frontends: make([]frontend, len(sp.Frontends)),
 	}
 	for i := range sp.Frontends {
@@ -270,7 +276,7 @@ func (p *port) memberSet() SetID { return StickyEndpoints.counted(p.counting.end
 
 // inPools reports whether a pool has an element of Pools.
 func (p *port) inPools(i poolIndex) bool {
-	return (p.crowded || p.pools[i].refused > 0) && p.pools[i].used
+	return (p.crowded || p.pools[i].refused > 0 || p.limited(i)) && p.pools[i].used
 }
 
 // poolElement returns the pool's element of Pools.

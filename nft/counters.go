@@ -117,9 +117,13 @@ func Refuses(chain ChainKind, set string) (dataplane.Refusal, bool) {
 	switch {
 	case set == RefusedShares.String():
 		return dataplane.RefusedNoEndpoints, true
-	case chain == FirstEndpoint, chain == UncountedFirstEndpoint, chain == Split, chain == SharedPool,
+	case chain == FirstEndpoint, chain == UncountedFirstEndpoint, chain == Split, chain == SharedPool, chain == RatedPool,
 		set == Services.String(), set == UncountedServices.String():
 		return dataplane.RefusedOvertaken, true
+	case set == DroppingPools.String():
+		return dataplane.DroppedOverLimit, true
+	case chain == OverLimit:
+		return dataplane.RefusedOverLimit, true
 	case chain == Restrict:
 		return dataplane.RefusedSourceRanges, true
 	case chain == Unallocated:
@@ -132,7 +136,8 @@ func Refuses(chain ChainKind, set string) (dataplane.Refusal, bool) {
 
 // Refusing returns the chains whose rules turn packets away that no frontend counts as refused.
 func Refusing() []ChainKind {
-	return append(addressKinds[:], Restrict, Split, SharedPool, Unallocated, FirstEndpoint, UncountedFirstEndpoint)
+	return append(addressKinds[:], Restrict, OverLimit, Split, SharedPool, RatedPool, Unallocated, FirstEndpoint,
+		UncountedFirstEndpoint)
 }
 
 // PoolIDs returns the pools of one family with session affinity, by the frontends that lead to them.

@@ -275,7 +275,7 @@ func (p *planner) replace(f ipfamily.Family, before, now Element) {
 
 // countReference counts what leads to a numbered chain, and to the chain that one leads to.
 func (p *planner) countReference(f ipfamily.Family, e *Element, by int) {
-	if !e.Set.hasClass() && e.Set != Remember {
+	if !e.Set.hasClass() && e.Set != Remember && e.Set != ClientLimits {
 		return
 	}
 	chains, before := p.m.tables[f].chains, p.chainsBefore[f]

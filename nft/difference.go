@@ -195,7 +195,7 @@ func (own owners) of(e *Element) string {
 // ChainsFor returns the numbered chains to which a table's elements lead, sorted.
 func ChainsFor(elements *[NumSets][]Element) []ChainID {
 	seen := map[ChainID]bool{}
-	for _, set := range append(frontendSets[:], Pools, Remember) {
+	for _, set := range append(frontendSets[:], Pools, Remember, ClientLimits) {
 		for i := range elements[set] {
 			for c := elements[set][i].Leads(); c.Kind > numFixedChains && !seen[c]; c = c.next() {
 				seen[c] = true
@@ -291,7 +291,7 @@ func (c *consistency) checkFrontends() {
 			led[id] = leads
 		}
 	}
-	for _, set := range [...]SetID{Pools, RefusedShares} {
+	for _, set := range append(limitSets[:], Pools, RefusedShares) {
 		for i := range c.elements[set] {
 			if e := &c.elements[set][i]; led[e.ID()] != SharedPool.id() {
 				c.report(e, "no frontend leads there")

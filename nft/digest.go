@@ -60,7 +60,7 @@ func (e *Element) digest() Digest {
 		key, set = key[:len(key)-slotLen], Endpoints
 	case UncountedServices, UncountedOutsideServices, UncountedInsideServices, UncountedStickyEndpoints:
 		set--
-	case Picks, SplitPicks, PoolPicks, Timeouts: // which follow from the chains in use
+	case Picks, SplitPicks, PoolPicks, Timeouts, ClientRates: // which follow from the chains in use
 		return Digest{}
 	}
 	chain, data := e.Chain, e.Data()

@@ -174,11 +174,12 @@ func shareElement(id uint32, refused uint16) Element {
 }
 
 // ElementFrom makes an element from what the kernel lists: keyEnd only where the key holds a range, data and chain only
-// in maps. A verdict that leads to no chain of ours becomes NoChain. It is not ok if a key or data has not the length
-// the set's fields have.
+// in maps, and data as Limit.Data has it in RateLimits. A verdict that leads to no chain of ours becomes NoChain. It is
+// not ok if a key or data has not the length the set's fields have.
 func ElementFrom(f ipfamily.Family, set SetID, key, keyEnd, data []byte, chain, comment string) (e Element, ok bool) {
 	s := SetByID(set)
-	if len(key) != PaddedLen(f, s.Key) || len(data) != PaddedLen(f, s.Data) {
+	limited := s.Limit && len(data) == limitLen
+	if len(key) != PaddedLen(f, s.Key) || len(data) != PaddedLen(f, s.Data) && !limited {
 		return e, false
 	}
 	e = Element{Set: set, KeyLen: uint8(copy(e.key[:], key)), DataLen: uint8(copy(e.data[:], data)), Comment: comment}
@@ -281,6 +282,9 @@ func (e *Element) text(f ipfamily.Family, s *Set, extra string) string {
 		fmt.Fprintf(&b, "-%d", binary.BigEndian.Uint32(last))
 	case s.Interval && s.ID != RefusedShares && int(e.Bits) < 8*f.AddrLen():
 		fmt.Fprintf(&b, "/%d", e.Bits)
+	}
+	if l := e.Limit(); s.Limit && l.Rate > 0 {
+		b.WriteString(" " + l.String())
 	}
 	b.WriteString(extra)
 	if e.Comment != "" {

@@ -79,7 +79,8 @@ func refused(s Structure) []Rule {
 		{SetLookup{Key: pairOfReply, Set: Accepted}, Update{Map: Forsaken, Key: pairOfReply, Timeout: evidenceTimeout}}}
 	if s.Uses.Has(RetryServices) {
 		rules = append(rules, Rule{ProtocolIs{snapshot.TCP}, SetLookup{Key: tupleKey, Set: RetryServices},
-			Update{Map: Retried, Key: fromClient, Timeout: retryTimeout, Once: true, Most: maxRetries}, Counter{}, Drop{}})
+			Update{Map: Retried, Key: fromClient, Timeout: retryTimeout, Once: true,
+				Limit: Limit{Rate: 1, Minute: true, Burst: maxRetries}}, Counter{}, Drop{}})
 	}
 	return rules
 }

@@ -62,6 +62,14 @@ const (
 	Forsaken
 	Retried
 	RefusedShares
+	RateLimits
+	LimitedPools
+	DroppingPools
+	ClientLimits
+	ClientRates
+	LimitedClients
+	LimitedBuckets
+	FullPools
 	// NumSets is how many there are.
 	NumSets
 )
@@ -73,7 +81,9 @@ var setNames = [...]string{
 	"hairpin", "remember", "timeouts", "sticky-services", "outside-sticky-services", "sticky-endpoints",
 	"uncounted-sticky-endpoints", "affinity", "scheduled", "revision", "digests", "retry-services",
 	"unanswered-by", "refused-by", "shared-ranges", "unhealthy-endpoints", "settings", "answered-by",
-	"accepted", "forsaken", "retried", "refused-shares",
+	"accepted", "forsaken", "retried", "refused-shares", "rate-limits", "limited-pools",
+	"dropping-pools", "client-limits", "client-rates", "limited-clients", "limited-buckets",
+	"full-pools",
 }
 
 func (s SetID) String() string { return setNames[s] }
@@ -83,14 +93,19 @@ func (s SetID) String() string { return setNames[s] }
 func (s SetID) isBookkeeping() bool { return s == RevisionSet || s == DigestSet || s.IsDynamic() }
 
 // IsDynamic reports whether rules write to a set, so that its elements come and go at any time.
-func (s SetID) IsDynamic() bool { return s == Affinity || slices.Contains(EvidenceSets[:], s) }
+func (s SetID) IsDynamic() bool { return s == Affinity || s.ComesLater() }
 
 // EvidenceSets are the sets of evidence, which a table has only while Structure.Evidence is set.
 var EvidenceSets = [...]SetID{Unanswered, Refused, AnsweredBy, Accepted, Forsaken, Retried}
 
+// clientSets hold the limits of clients, and a table has them only while there are some.
+var clientSets = [...]SetID{LimitedClients, LimitedBuckets}
+
 // ComesLater reports whether a set can be added to a table that was written without it, by an earlier version or for
 // another Structure.
-func (s SetID) ComesLater() bool { return slices.Contains(EvidenceSets[:], s) }
+func (s SetID) ComesLater() bool {
+	return slices.Contains(EvidenceSets[:], s) || slices.Contains(clientSets[:], s)
+}
 
 // IsContent reports whether a set's elements follow from the Services.
 func (s SetID) IsContent() bool { return !s.isBookkeeping() }
@@ -165,6 +180,8 @@ const (
 	EvidenceInput
 	RecordResets
 	RecordResetsInput
+	OverLimit
+	RatedPool
 	numFixedChains
 	// Pick chains choose one of N endpoints; UncountedPick chains choose among endpoints without counters.
 	Pick ChainKind = iota
@@ -173,6 +190,8 @@ const (
 	StickyPick
 	// RememberFor chains write to the affinity map, with a timeout of N seconds.
 	RememberFor
+	// ClientLimit chains limit each client, by the pair of snapshot.ClientRates and snapshot.ClientBursts that N says.
+	ClientLimit
 	// PickHash chains take the slot, of N, that a hash of the client's address gives; PickHashPort chains hash its port,
 	// too. The others are as those for a random choice.
 	PickHash
@@ -196,9 +215,10 @@ var chainNames = [...]string{
 	"from-cluster-ip", "from-external", "from-both", "from-sticky-cluster-ip", "from-sticky-external",
 	"from-sticky-both", "masquerade-cluster-ip", "masquerade-all", "masquerade-node", "left-to-ipvs", "pass-on",
 	"first-endpoint", "uncounted-first-endpoint",
-	"refused", "answers", "unanswered", "evidence", "evidence-input", "record-resets", "record-resets-input", "",
-	"pick", "uncounted-pick", "sticky", "remember", "hash", "uncounted-hash", "hash-port", "uncounted-hash-port",
-	"sticky-hash",
+	"refused", "answers", "unanswered", "evidence", "evidence-input", "record-resets", "record-resets-input", "over-limit",
+	"limited-pool", "",
+	"pick", "uncounted-pick", "sticky", "remember", "client-limit", "hash", "uncounted-hash", "hash-port",
+	"uncounted-hash-port", "sticky-hash",
 }
 
 // Name is the chain's name in the ruleset, such as "pick-3".
@@ -288,7 +308,8 @@ func (u Uses) With(sets ...SetID) Uses {
 
 // optional are the sets that no rule looks up while they are empty.
 var optional = [...]SetID{
-	UncountedServices, Hairpin, Remember, OutsideStickyServices, Scheduled, RetryServices, RefusedShares,
+	UncountedServices, Hairpin, Remember, OutsideStickyServices, Scheduled, RetryServices, RefusedShares, RateLimits,
+	ClientLimits, FullPools,
 }
 
 // StructureOf returns what a state asks of a family's table, except what follows from its elements.
@@ -305,17 +326,15 @@ func StructureOf(s *dataplane.State, f ipfamily.Family) Structure {
 
 // sets returns the sets and maps of a table.
 func (s Structure) sets() []Set {
-	if s.Evidence {
-		return sets()
-	}
 	return slices.DeleteFunc(sets(), func(set Set) bool {
-		return slices.Contains(EvidenceSets[:], set.ID)
+		return !s.Evidence && slices.Contains(EvidenceSets[:], set.ID) ||
+			!s.Uses.Has(ClientLimits) && slices.Contains(clientSets[:], set.ID)
 	})
 }
 
 // sets returns all sets and maps that a table may have, by their ids. Only sets that rules write to have a size: the
 // kernel allocates buckets for the full size at once, and lets a set without a size grow with its elements.
-func sets() []Set { return append(serviceSets(), otherSets()...) }
+func sets() []Set { return slices.Concat(serviceSets(), otherSets(), limitedSets()) }
 
 // beyond is what the twins of maps with counters say.
 const beyond = "the same, beyond the budget for counters"
@@ -433,7 +452,10 @@ func layout(f ipfamily.Family, s Structure) Table {
 		Chain{ID: MasqueradeAll.id(), Comment: "externalTrafficPolicy Cluster",
 			Rules: []Rule{{ClearPriority{}}, {Masquerade{}}}},
 		masqueradeFromNode(s),
-		split(s), restrict(), sharedPool(s), unallocated())
+		split(s), restrict(), overLimit(), sharedPool(s), unallocated())
+	if s.Uses.Has(ClientLimits) {
+		t.Chains = append(t.Chains, Chain{ID: RatedPool.id(), Rules: ratedPool(s)})
+	}
 	for _, k := range addressKinds {
 		t.Chains = append(t.Chains, unusedPorts(s, k))
 	}
@@ -524,16 +546,31 @@ func restrict() Chain {
 	}}
 }
 
-// sharedPool finds the class of a pool that has many frontends, or refuses a share of connections, which it does before
-// an endpoint is chosen. Without any class, it has been overtaken by a change: the client sends the packet again.
+// sharedPool finds the class of a pool that has many frontends, refuses a share of connections, or has limits, which it
+// does before an endpoint is chosen. Without any class, it has been overtaken by a change: the client sends the packet
+// again.
 func sharedPool(s Structure) Chain {
-	c := Chain{ID: SharedPool.id(), Comment: "pools of many frontends, or with a refused share"}
+	c := Chain{ID: SharedPool.id(), Comment: "pools of many frontends, or that do not serve every connection"}
 	if s.Uses.Has(RefusedShares) {
 		c.Rules = []Rule{{SetLookup{Key: shareKey, Set: RefusedShares}, Counter{}, Goto{NoEndpoints.id()}}}
 	}
-	c.Rules = append(c.Rules, Rule{SetPriority{Key: wholeKey, Map: Pools}, VerdictMap{Key: classKey, Map: PoolPicks}},
-		Rule{Counter{}, Drop{}})
+	if s.Uses.Has(ClientLimits) {
+		c.Rules = append(c.Rules, Rule{SetPriority{Key: wholeKey, Map: ClientLimits},
+			VerdictMap{Key: classKey, Map: ClientRates}})
+	}
+	c.Rules = append(c.Rules, ratedPool(s)...)
 	return c
+}
+
+// ratedPool limits the connections of a pool, and finds its class.
+func ratedPool(s Structure) (rules []Rule) {
+	for _, set := range [...]SetID{FullPools, RateLimits} {
+		if s.Uses.Has(set) {
+			rules = append(rules, Rule{SetLookup{Key: wholeKey, Set: set}, Goto{OverLimit.id()}})
+		}
+	}
+	return append(rules, Rule{SetPriority{Key: wholeKey, Map: Pools}, VerdictMap{Key: classKey, Map: PoolPicks}},
+		Rule{Counter{}, Drop{}})
 }
 
 // split finds the pool of frontends that have one for clients from outside, and another for pods and this node. Without
@@ -793,6 +830,8 @@ func numbered(id ChainID) Chain {
 		c.Rules = pick(SourcePortBucket, UncountedEndpoints)
 	case StickyPick, StickyHash:
 		c.Rules = []Rule{{Jump{AffinityLookup.id()}}, {Goto{id.next()}}}
+	case ClientLimit:
+		c.Rules = clientLimit(id.N)
 	case RememberFor:
 		key := Concat{Fields: []Field{Priority, SourceBucket}, Mod: AffinityBuckets}
 		c.Rules = []Rule{{Jump{StickyPool.id()}}, {Update{Map: Affinity, Key: key, Timeout: time.Duration(id.N) * time.Second,

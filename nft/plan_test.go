@@ -117,13 +117,18 @@ func FuzzPlanEqualsFull(f *testing.F) {
 	})
 }
 
-// refuseSome has pools of some Services refuse a share.
+// refuseSome has pools of some Services refuse a share, or what is over a limit.
 func refuseSome(w snapshottest.Cluster, s *dataplane.State, names []snapshot.Name) {
 	for _, name := range names {
 		if s.Services[name] == nil {
 			continue
 		}
 		for _, sp := range s.Services[name].Ports {
+			if w.IntN(3) == 0 {
+				sp.Limits.Rate = snapshot.RateLimit{Rate: uint32(w.IntN(3)), Burst: uint32(1 + w.IntN(3))}
+				sp.Limits.Client = snapshot.RateLimit{Rate: 5 * uint32(w.IntN(3)), Burst: 50}
+				sp.Limits.Drop, sp.Full = w.Yes(), w.Yes()
+			}
 			for _, pl := range [...]*dataplane.Pool{sp.Cluster, sp.Local} {
 				if len(pl.Endpoints) > 0 && w.IntN(3) == 0 {
 					pl.Refused = uint16(1 + w.IntN(dataplane.RefusedOf-1))

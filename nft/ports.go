@@ -86,6 +86,7 @@ func (p *planner) pool(f ipfamily.Family, old, want *port, i poolIndex) {
 	p.element(f, old.sticky(i), want.sticky(i),
 		func() Element { return old.rememberElement(i) }, func() Element { return want.rememberElement(i) })
 	p.share(f, old, want, i)
+	p.limits(f, old, want, i)
 	p.members(f, old, want, i)
 	p.unhealthy(f, old, want, i)
 	had, has := op.slots, wp.slots

@@ -101,6 +101,9 @@ func printSet(w *bufio.Writer, f ipfamily.Family, s *Set, elements []Listed) {
 	if s.Counter {
 		w.WriteString("\t\tcounter\n")
 	}
+	if s.Limit {
+		fmt.Fprintf(w, "\t\t%s\n", NoLimit)
+	}
 	fmt.Fprintf(w, "\t\tcomment %q\n", s.Comment)
 	slices.SortFunc(elements, func(a, b Listed) int { return compareElements(f, s, &a.Element, &b.Element) })
 	for i := range elements {

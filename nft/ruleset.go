@@ -38,6 +38,8 @@ type Set struct {
 	Dynamic bool
 	// Counter counts the packets that reach it in the rule. Packets and Bytes are set if Counted is.
 	Counter bool
+	// Limit gives each element a limit of its own; a rule matches an element only over that.
+	Limit bool
 	// Size is the maximum number of elements; 0 means no limit. The kernel sizes the set's hash table by it once.
 	Size    uint32
 	Comment string
@@ -289,8 +291,8 @@ type Update struct {
 	Counted bool
 	// Once leaves the timeout of an element that is there.
 	Once bool
-	// Most, if not 0, is how many packets of each element match in a minute; at most 255.
-	Most uint8
+	// Limit, if any, gives each element a limit of the packets that match.
+	Limit Limit
 }
 
 func (s Update) text(f ipfamily.Family) string {
@@ -299,8 +301,8 @@ func (s Update) text(f ipfamily.Family) string {
 		text = "add"
 	}
 	text += " @" + s.Map.String() + " { " + s.Key.text(f) + " timeout " + secondsText(s.Timeout)
-	if s.Most > 0 {
-		text += fmt.Sprintf(" limit rate 1/minute burst %d packets", s.Most)
+	if s.Limit.Rate > 0 {
+		text += " " + s.Limit.String()
 	}
 	if s.Counted {
 		text += " counter"

@@ -97,6 +97,7 @@ func (t *transition) port(old, want *port) *port {
 	if changes && len(next.frontends) > 0 {
 		next.crowded = len(next.frontends) > directFrontends
 		next.timeout, next.counting, next.local, next.pools = want.timeout, want.counting, want.local, want.pools
+		next.limits, next.full = want.limits, want.full
 		t.pools(old, &next, moves)
 		t.room -= old.leadsElsewhere(&next)
 	}

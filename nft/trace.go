@@ -101,27 +101,27 @@ func (w *Walk) Cause() dataplane.Cause {
 		if !s.Matched {
 			continue
 		}
-		if s.Chain.Kind == PassOn {
-			if i > 0 && w.Steps[i-1].Rule.looksUp(SharedRanges) {
-				return dataplane.NotService
-			}
+		if s.Chain.Kind == PassOn && i > 0 && w.Steps[i-1].Rule.looksUp(SharedRanges) {
+			return dataplane.NotService
+		} else if s.Chain.Kind == PassOn {
 			return dataplane.FailoverPassed
 		}
 		if w.Endings[0].Outcome == dataplane.Untouched {
 			continue
 		}
 		switch s.Chain.Kind {
-		case FirstEndpoint, UncountedFirstEndpoint: // its pool has no slots
-			return dataplane.FrontendFound
 		case GuardLoopback:
 			return dataplane.FromOutsideToLoopback
+		case OverLimit:
+			return dataplane.OverLimit
 		case NoEndpoints:
 			return dataplane.NoEndpoints
 		case NoLocalEndpoints:
 			return dataplane.NoLocalEndpoints
 		case Restrict:
 			return dataplane.SourceRefused
-		case Split, SharedPool: // a frontend of which the pool is gone
+		case Split, SharedPool, RatedPool, // a frontend of which the pool is gone
+			FirstEndpoint, UncountedFirstEndpoint: // or has no slots
 			return dataplane.FrontendFound
 		case Unallocated:
 			return dataplane.Unallocated

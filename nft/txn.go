@@ -57,7 +57,7 @@ func (t *Txn) Split() (first, rest *Txn) {
 		tt := &rest.Tables[i]
 		first.Tables[i].AddSets, first.Tables[i].AddChains = tt.AddSets, tt.AddChains
 		tt.AddSets, tt.AddChains = nil, nil
-		for _, set := range [...]SetID{Picks, SplitPicks, PoolPicks, Timeouts} {
+		for _, set := range [...]SetID{Picks, SplitPicks, PoolPicks, Timeouts, ClientRates} {
 			first.Tables[i].Add[set], tt.Add[set] = tt.Add[set], nil
 		}
 	}

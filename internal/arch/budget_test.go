@@ -10,12 +10,12 @@ import (
 // in the commit what the lines are for, and what they replace.
 var budget = map[string]int{
 	"cmd":              4_810,
-	"nft":              18_160,
+	"nft":              18_430,
 	"ipvsplugin":       3_280,
-	"sync":             14_890,
-	"internal/system":  7_600,
-	"internal/proxy":   27_690,
-	"internal/answers": 15_050,
+	"sync":             15_110,
+	"internal/system":  7_620,
+	"internal/proxy":   27_970,
+	"internal/answers": 15_060,
 	"internal/lab":     7_310,
 }
 

@@ -243,12 +243,26 @@ func (c *Counters) Refused() ([]dataplane.RefusedCount, error) {
 	for i, f := range ipfamily.All {
 		for _, r := range [...]dataplane.Refusal{
 			dataplane.RefusedNoEndpoints, dataplane.RefusedSourceRanges, dataplane.RefusedUnusedPort,
-			dataplane.RefusedUnallocated, dataplane.RefusedOvertaken,
+			dataplane.RefusedUnallocated, dataplane.RefusedOvertaken, dataplane.RefusedOverLimit,
+			dataplane.DroppedOverLimit,
 		} {
 			out = append(out, dataplane.RefusedCount{Family: f, Refusal: r, Packets: packets[i][r]})
 		}
 	}
 	return out, nil
+}
+
+// Limited reads what was over the limits of pools.
+func (c *Counters) Limited() (out []dataplane.LimitCount, err error) {
+	if err := c.ready(); err != nil {
+		return nil, err
+	}
+	for _, f := range ipfamily.All {
+		err = errors.Join(err, c.list(f, nft.LimitedPools, func(l nft.Listed) {
+			out = append(out, dataplane.LimitCount{Family: f, Pool: l.ID(), Packets: l.Packets})
+		}))
+	}
+	return out, err
 }
 
 // rulesRequest asks for the rules of a chain.

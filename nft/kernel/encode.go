@@ -249,6 +249,9 @@ func (b *batch) newSet(f ipfamily.Family, s *nft.Set) {
 	if s.Counter {
 		b.Attr(nftaSetExpr|unix.NLA_F_NESTED, marshal(f, &expr.Counter{})...)
 	}
+	if s.Limit {
+		b.Attr(nftaSetExpr|unix.NLA_F_NESTED, marshal(f, limitExpr(nft.NoLimit))...)
+	}
 	b.End(m)
 }
 
@@ -379,6 +382,8 @@ func (b *batch) element(f ipfamily.Family, e *nft.Element, whole bool) {
 	if whole {
 		if e.Chain.Kind != nft.NoChain {
 			b.Append(b.verdict(e.Chain)...)
+		} else if e.Set == nft.RateLimits {
+			b.Attr(unix.NFTA_SET_ELEM_EXPR|unix.NLA_F_NESTED, marshal(f, limitExpr(e.Limit()))...)
 		} else if data := e.Data(); len(data) > 0 && e.Set != nft.RefusedShares {
 			b.value(unix.NFTA_SET_ELEM_DATA, data)
 		}

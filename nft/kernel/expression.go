@@ -75,9 +75,8 @@ func statementExprs(f ipfamily.Family, s nft.Statement) []expr.Any {
 		if s.Once {
 			update.Operation = unix.NFT_DYNSET_OP_ADD
 		}
-		if s.Most > 0 {
-			update.Exprs = []expr.Any{&expr.Limit{Type: expr.LimitTypePkts, Rate: 1, Unit: expr.LimitTimeMinute,
-				Burst: uint32(s.Most)}}
+		if s.Limit.Rate > 0 {
+			update.Exprs = []expr.Any{limitExpr(s.Limit)}
 		}
 		if len(s.Data.Fields) > 0 {
 			update.SrcRegData = register(data)
@@ -178,8 +177,15 @@ func logExprs(s nft.Log) []expr.Any {
 	if !s.Bounded {
 		return []expr.Any{log}
 	}
-	return []expr.Any{&expr.Limit{Type: expr.LimitTypePkts, Rate: nft.RecordsRate, Unit: expr.LimitTimeSecond,
-		Burst: nft.RecordsRate}, log}
+	return []expr.Any{limitExpr(nft.Limit{Rate: nft.RecordsRate, Burst: nft.RecordsRate}), log}
+}
+
+func limitExpr(l nft.Limit) expr.Any {
+	unit := expr.LimitTimeSecond
+	if l.Minute {
+		unit = expr.LimitTimeMinute
+	}
+	return &expr.Limit{Type: expr.LimitTypePkts, Rate: uint64(l.Rate), Burst: l.Burst, Unit: unit, Over: l.Over}
 }
 
 // loadMasked loads a value and clears all but some bits.

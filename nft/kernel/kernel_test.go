@@ -219,6 +219,11 @@ func apply(t testing.TB, b *Backend, st *dataplane.State) {
 func TestSetsAreWhatNftMakes(t *testing.T) {
 	st, _ := dataplane.Compute(configs["evidence"], cluster(rand.New(rand.NewPCG(1, 1)), 3, false))
 	retryAll(st)
+	for _, svc := range st.Services {
+		for _, sp := range svc.Ports {
+			sp.Limits, _ = snapshot.ParseLimits("rate=5 client-rate=2")
+		}
+	}
 	h, b := host(t)
 	apply(t, b, st)
 	written := setAttributes(t, b.conn)

@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"errors"
 	"fmt"
+	"math"
 	"net/netip"
 	"slices"
 	"time"
@@ -188,10 +189,25 @@ func parseElement(elem []byte) (p parsed) {
 		case unix.NFTA_SET_ELEM_EXPIRATION:
 			p.Expires = time.Duration(v.Big64()) * time.Millisecond
 		case unix.NFTA_SET_ELEM_EXPR:
-			p.Counted, p.Packets, p.Bytes = counter(v)
+			if expressionName(v) == "limit" {
+				p.data = limitData(expressionData(v))
+			} else {
+				p.Counted, p.Packets, p.Bytes = counter(v)
+			}
 		}
 	}
 	return p
+}
+
+// limitData reads a limit. One that Verdict would not write has no rate, and so is none.
+func limitData(data []byte) []byte {
+	l := nft.Limit{Burst: netlink.Find(data, unix.NFTA_LIMIT_BURST).Big32()}
+	a := netlink.Decode(data)
+	if rate := a[unix.NFTA_LIMIT_RATE].Big64(); a[unix.NFTA_LIMIT_UNIT].Big64() == 1 && rate <= math.MaxUint32 &&
+		a[unix.NFTA_LIMIT_TYPE].Big32() == unix.NFT_LIMIT_PKTS && a[unix.NFTA_LIMIT_FLAGS].Big32() == unix.NFT_LIMIT_F_INV {
+		l.Rate = uint32(rate)
+	}
+	return l.Data()
 }
 
 // ruleCounters fills in the counters of the rules of our table's chains. Rules come in the order they have in their

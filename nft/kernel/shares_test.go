@@ -19,11 +19,19 @@ import (
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
-// refuse has pools of some ports refuse a share that follows from the port's name.
+// refuse has pools of some ports refuse a share, and what is over limits, that follow from the port's name.
 func refuse(ports ...*dataplane.ServicePort) {
 	for _, sp := range ports {
 		h := fnv.New32a()
 		h.Write([]byte(sp.Name.String()))
+		switch n := h.Sum32(); n >> 8 % 5 {
+		case 0:
+			sp.Limits.Rate, sp.Limits.Drop = snapshot.RateLimit{Rate: 1 + n%snapshot.MaxRate, Burst: 1 + n>>4%5}, n&1 == 0
+		case 1:
+			sp.Limits.Client = snapshot.RateLimit{Rate: 20, Burst: 40}
+		case 2:
+			sp.Limits, sp.Full = snapshot.Limits{Open: 7, Drop: n&1 == 0}, n&2 == 0
+		}
 		for i, p := range [...]*dataplane.Pool{sp.Cluster, sp.Local} {
 			if share := h.Sum32() >> i % (2 * dataplane.RefusedOf); share < dataplane.RefusedOf && len(p.Endpoints) > 0 {
 				p.Refused = uint16(share)
@@ -171,15 +179,30 @@ func TestRefusedTCP(t *testing.T) {
 	}
 }
 
-// TestSharesChangeUnderLoad changes a share, or has it come and go, as fast as the kernel takes it, while clients
-// connect all the time. Nobody hangs, and nobody is refused whose draw is in neither share.
+// TestSharesChangeUnderLoad changes a share, or limits that nobody reaches, or has them come and go, as fast as the
+// kernel takes it, while clients connect all the time. Nobody hangs, and nobody is refused whose draw is in neither
+// share.
 func TestSharesChangeUnderLoad(t *testing.T) {
-	for _, shares := range [][2]uint16{{0, 1}, {2000, 6000}} {
-		t.Run(fmt.Sprint(shares), func(t *testing.T) {
+	const wide = "rate=1000000 client-rate=10000 client-burst=100000"
+	for _, test := range []struct {
+		shares [2]uint16
+		limits [2]string
+	}{
+		{[2]uint16{0, 1}, [2]string{}}, {[2]uint16{2000, 6000}, [2]string{}}, {[2]uint16{}, [2]string{"", wide}},
+		{[2]uint16{0, 2000}, [2]string{wide, "rate=500000 client-rate=5000 client-burst=50000 over=drop"}},
+	} {
+		t.Run(fmt.Sprint(test), func(t *testing.T) {
+			shares := test.shares
 			c, b := proxied(t, lab.Config{LocalPods: 3, RemotePods: 3})
 			s := flowService{number: 1, state: both}
-			states := [2]*dataplane.State{refuseShare(oneState(c, s, asIs), shares[0]),
-				refuseShare(oneState(c, s, asIs), shares[1])}
+			var states [2]*dataplane.State
+			for i := range states {
+				change := asIs
+				if test.limits[i] != "" {
+					change = limitTo(test.limits[i])
+				}
+				states[i] = refuseShare(oneState(c, s, change), shares[i])
+			}
 			apply(t, b, states[0])
 			to := s.frontendOf(c, dataplane.ClusterIP, ipfamily.IPv4)
 			var outcomes [4]atomic.Int64

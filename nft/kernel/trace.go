@@ -116,6 +116,8 @@ func (x *tracing) within(set nft.SetID, keys []nft.Element) error {
 func (x *tracing) element(l *nft.Listed) packets.Element {
 	e := packets.Element{There: true}
 	switch set := nft.SetByID(l.Set); {
+	case set.Limit:
+		e.Odd = packets.OverLimit
 	case !set.Verdicts:
 		e.Data = l.Data()
 	case l.Chain.Kind == nft.NoChain:

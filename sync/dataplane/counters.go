@@ -71,6 +71,14 @@ type RefusedCount struct {
 	Packets uint64
 }
 
+// LimitCount counts the packets of a pool that were over a limit. The frontends count them, too, as all that were to
+// get an endpoint.
+type LimitCount struct {
+	Family  ipfamily.Family
+	Pool    uint32
+	Packets uint64
+}
+
 // Refusal is why a packet got no endpoint.
 type Refusal uint8
 
@@ -89,18 +97,22 @@ const (
 	// RefusedOvertaken: the Service changed between two lookups for the packet. It is dropped, and the client sends it
 	// again.
 	RefusedOvertaken
+	// RefusedOverLimit and DroppedOverLimit: the Service has limits, and the connection is over one. It is rejected, or
+	// dropped if the Service asks for that.
+	RefusedOverLimit
+	DroppedOverLimit
 	// NumRefusals is how many there are.
 	NumRefusals
 )
 
 var refusalNames = [NumRefusals]string{"no-endpoints", "no-local-endpoints", "source-ranges", "unused-port",
-	"unallocated", "overtaken"}
+	"unallocated", "overtaken", "over-limit", "over-limit"}
 
 func (r Refusal) String() string { return refusalNames[r] }
 
 // Verdict says what happens to the packet.
 func (r Refusal) Verdict() Verdict {
-	if r == RefusedNoEndpoints || r == RefusedUnusedPort {
+	if r == RefusedNoEndpoints || r == RefusedUnusedPort || r == RefusedOverLimit {
 		return Reject
 	}
 	return Drop

@@ -83,11 +83,14 @@ const (
 	FailoverPassed
 	// PingAnswered: a Service has a usable endpoint at the address, whose pings this node answers. Answered.
 	PingAnswered
+	// OverLimit: the Service has as many open connections as it may have. Rejected, or dropped if it asks for that. Only
+	// the kernel's rules have this cause.
+	OverLimit
 )
 
 var causeNames = [...]string{
 	"not-a-service", "service", "no-endpoints", "no-local-endpoints", "unused-port", "unallocated", "source-ranges",
-	"loopback", "scheduled", "failover-pass", "ping",
+	"loopback", "scheduled", "failover-pass", "ping", "over-limit",
 }
 
 func (c Cause) String() string { return causeNames[c] }
@@ -95,7 +98,7 @@ func (c Cause) String() string { return causeNames[c] }
 // Outcome returns the outcome that the cause leads to.
 func (c Cause) Outcome() Outcome {
 	return [...]Outcome{Untouched, Sent, Rejected, Dropped, Rejected, Dropped, Dropped, Dropped, Scheduled,
-		Untouched, Answered}[c]
+		Untouched, Answered, Rejected}[c]
 }
 
 // Explanation is the answer to a Question, with everything that led to it.

@@ -9,6 +9,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/verdict-proxy/verdict/internal/system/ipfamily"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
@@ -104,6 +105,12 @@ func (d *dice) otherConfig(c Config) Config {
 	return c
 }
 
+func (d *dice) limits() snapshot.Limits {
+	rate, client := snapshot.RateLimit{Rate: 7, Burst: 9}, snapshot.RateLimit{Rate: 5, Burst: 50}
+	return pick(d, snapshot.Limits{}, snapshot.Limits{}, snapshot.Limits{Rate: rate, Drop: true},
+		snapshot.Limits{Client: client, Open: 9})
+}
+
 func (d *dice) secondChance() snapshot.SecondChance {
 	const on = snapshot.SecondChanceOn
 	return pick(d, on, snapshot.SecondChanceDefault, on, snapshot.SecondChanceObserve, on, snapshot.SecondChanceOff, on)
@@ -124,6 +131,18 @@ func (d *dice) health() *snapshot.Health {
 		}
 	}
 	return h
+}
+
+// someFull has every TCP port of a family full; nil if full is not set.
+func someFull(full bool) *snapshot.Full {
+	if !full {
+		return nil
+	}
+	f := &snapshot.Full{}
+	for _, name := range walkPortName {
+		f.Ports = append(f.Ports, snapshot.FullPort{Port: name, Protocol: snapshot.TCP, Family: ipfamily.IPv4})
+	}
+	return f
 }
 
 // starting is how some of the few endpoints may start.
@@ -157,6 +176,7 @@ func (d *dice) service(n snapshot.Name) *snapshot.Service {
 		LastResort:          snapshot.LastResort(d.n(3)),
 		Probe:               pick(d, snapshot.Probe{}, snapshot.Probe{Asked: true}),
 		Local:               pick(d, "", "", "", "a", "b", "nobody"),
+		Limits:              d.limits(),
 		Scheduling: pick(d, nil, &snapshot.Scheduling{Scheduler: snapshot.NFTables}, &snapshot.Scheduling{Scheduler: "mh",
 			Port: true},
 			&snapshot.Scheduling{Scheduler: snapshot.Hash},
@@ -259,7 +279,9 @@ func (d *dice) delta() snapshot.Delta {
 			if delta.Health == nil {
 				delta.Health = map[snapshot.Name]*snapshot.Health{}
 			}
-			delta.Health[pick(d, walkNames...)] = d.health()
+			n := pick(d, walkNames...)
+			delta.Health[n] = d.health()
+			snapshot.Put(&delta.Full, n, someFull(delta.Health[n] != nil && len(delta.Health[n].Unhealthy)%2 == 0))
 		case 14:
 			if delta.Starting == nil {
 				delta.Starting = map[snapshot.Name]*snapshot.Starting{}

@@ -38,6 +38,8 @@ type builder struct {
 	health *snapshot.Health
 	// resort says that the Service has no usable endpoint anywhere, and is to use its last resort.
 	resort bool
+	// full are its ports with as many open connections as they may have; nil if there are none.
+	full *snapshot.Full
 	// starting are the Service's endpoints that start slowly; nil if there are none.
 	starting *snapshot.Starting
 	// scheduling is the Service's; weights are the weights it gives to nodes.
@@ -71,6 +73,7 @@ func (b *builder) service(s *snapshot.Snapshot, n snapshot.Name) *Service {
 	}
 	b.prepare(s, svc)
 	b.others = nil
+	b.full = s.Full[n]
 	out := &Service{Name: n, Age: svc.Age, ClusterIPs: svc.ClusterIPs, HealthCheckNodePort: svc.HealthCheckNodePort,
 		Counters: svc.Counters,
 		Ports:    make([]*ServicePort, 0, len(svc.ClusterIPs)*len(svc.Ports))}
@@ -137,6 +140,7 @@ func (b *builder) port(
 		Frontends:  b.frontends(svc, p, f, clusterIP, sources),
 
 		SecondChance: b.host.secondChanceOf(svc, p),
+		Limits:       svc.Limits,
 	}
 	if sp.SecondChance != snapshot.SecondChanceOff {
 		sp.Probe = svc.Probe
@@ -144,6 +148,7 @@ func (b *builder) port(
 	if p.Protocol == snapshot.TCP {
 		sp.Drain, sp.Rebalance = svc.Drain, svc.Rebalance
 	}
+	sp.Full = svc.Limits.Open > 0 && b.full.Has(snapshot.FullPort{Port: p.Name, Protocol: p.Protocol, Family: f})
 	b.collectEndpoints(p, f)
 	sp.Resort = b.toProbe(sp.Name)
 	internal := b.rows(svc, f, false)

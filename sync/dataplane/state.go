@@ -101,6 +101,11 @@ type ServicePort struct {
 	// Resort are endpoints that are not ready, and become the port's once they accept a probe of this node, since the
 	// Service has no other; at most MaxResort. Sorted and unique; nil for other protocols than TCP.
 	Resort []netip.AddrPort
+	// Limits are those of new connections, for each pool by itself, where the backend chooses the endpoint. A backend that
+	// cannot limit connections ignores them.
+	Limits snapshot.Limits
+	// Full says that there are as many open connections as Limits allow: new ones are refused.
+	Full bool
 	// Drain is how long a TCP connection may last after its endpoint stopped serving; 0 means as long as it likes. Whole
 	// seconds, always 0 for other protocols.
 	Drain time.Duration

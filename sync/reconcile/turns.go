@@ -64,8 +64,8 @@ type queued struct {
 	before snapshot.Versions
 }
 
-// object is the name of something that changes, with its kind. Health and
-// Starting have the name of their Service.
+// object is the name of something that changes, with its kind. Health, Starting and Full have the name of their
+// Service.
 type object struct {
 	name snapshot.Name
 	kind objectKind
@@ -78,6 +78,7 @@ const (
 	aSlice
 	aHealth
 	aStarting
+	aFull
 )
 
 // put adds changes that were taken from the loop's queue now. Those that came together wait in the order of their
@@ -89,6 +90,7 @@ func (t *fairQueue) put(d snapshot.Delta, now time.Time) {
 	putAll(t, aHealth, now, d.Health, func(d *snapshot.Delta) *map[snapshot.Name]*snapshot.Health { return &d.Health })
 	putAll(t, aStarting, now, d.Starting,
 		func(d *snapshot.Delta) *map[snapshot.Name]*snapshot.Starting { return &d.Starting })
+	putAll(t, aFull, now, d.Full, func(d *snapshot.Delta) *map[snapshot.Name]*snapshot.Full { return &d.Full })
 	t.received = d.Versions
 }
 
@@ -128,6 +130,8 @@ func (ns *namespace) take(o object, out *snapshot.Delta) {
 		move(&out.Health, d.Health, o.name)
 	case aStarting:
 		move(&out.Starting, d.Starting, o.name)
+	case aFull:
+		move(&out.Full, d.Full, o.name)
 	}
 }
 
@@ -226,7 +230,7 @@ func (t *fairQueue) nextDue() (due time.Time, any bool) {
 	return due, any
 }
 
-// held returns what waits. Health and Starting are no objects of the cluster and do not count.
+// held returns what waits. Health, Starting and Full are no objects of the cluster and do not count.
 func (t *fairQueue) held() (h snapshot.Held) {
 	for _, ns := range t.waiting {
 		h.Services, h.Slices = h.Services+len(ns.delta.Services), h.Slices+len(ns.delta.Slices)

@@ -102,6 +102,8 @@ type Service struct {
 	LastResort LastResort
 	// Probe is what the annotation of a Service without a selector asks for.
 	Probe Probe
+	// Limits are those of new connections.
+	Limits Limits
 	// Drain is how long TCP connections may last after their endpoint stopped serving, whole seconds; 0 means as long as
 	// they like.
 	Drain time.Duration
@@ -231,6 +233,9 @@ type Snapshot struct {
 	Health map[Name]*Health
 	// Starting are the endpoints that start slowly, by Service. As with Health, an entry lives no longer than its Service.
 	Starting map[Name]*Starting
+	// Full are the ports that have as many open connections as they may have, by Service. As with Health, an entry lives
+	// no longer than its Service.
+	Full map[Name]*Full
 	// Node is the zero Node until the object is known.
 	Node Node
 	// ServiceCIDRs are the ranges Service addresses are allocated from, sorted; nil means unknown, nothing is dropped.
@@ -252,6 +257,7 @@ func New() *Snapshot {
 		Slices:       map[Name]map[string]*Slice{},
 		Health:       map[Name]*Health{},
 		Starting:     map[Name]*Starting{},
+		Full:         map[Name]*Full{},
 		sliceService: map[Name]Name{},
 		referrers:    referrers{},
 	}
@@ -268,6 +274,8 @@ type Delta struct {
 	Health map[Name]*Health
 	// Starting maps a Service to its endpoints that now start slowly, or to nil if none does. It is ignored as Health is.
 	Starting map[Name]*Starting
+	// Full maps a Service to its ports that are full now, or to nil if none is. It is ignored as Health is.
+	Full map[Name]*Full
 	// Node, ServiceCIDRs, HostAddrs and HostNetworks are nil when they did not change.
 	Node         *Node
 	ServiceCIDRs *[]netip.Prefix
@@ -281,7 +289,7 @@ type Delta struct {
 // Empty says whether the delta changes nothing. It may still have Versions.
 func (d *Delta) Empty() bool {
 	return len(d.Services) == 0 && len(d.Slices) == 0 && len(d.Health) == 0 && len(d.Starting) == 0 &&
-		d.Node == nil && d.ServiceCIDRs == nil && d.HostAddrs == nil && d.HostNetworks == nil
+		len(d.Full) == 0 && d.Node == nil && d.ServiceCIDRs == nil && d.HostAddrs == nil && d.HostNetworks == nil
 }
 
 // Concerns returns the Services of a delta, and the names of those whose slices it has; both without those that are
@@ -301,18 +309,20 @@ func (d *Delta) Concerns() (services []*Service, of []Name) {
 }
 
 // Merge adds what a later delta says; where both name an object, the later one wins. A Service that goes takes its
-// Health and its Starting along, even if it comes back later.
+// Health, its Starting and its Full along, even if it comes back later.
 func (d *Delta) Merge(later Delta) {
 	merge(&d.Services, later.Services)
 	for n, s := range later.Services {
 		if s == nil {
 			Put(&d.Health, n, nil)
 			Put(&d.Starting, n, nil)
+			Put(&d.Full, n, nil)
 		}
 	}
 	merge(&d.Slices, later.Slices)
 	merge(&d.Health, later.Health)
 	merge(&d.Starting, later.Starting)
+	merge(&d.Full, later.Full)
 	d.Node = cmp.Or(later.Node, d.Node)
 	d.ServiceCIDRs = cmp.Or(later.ServiceCIDRs, d.ServiceCIDRs)
 	d.HostAddrs = cmp.Or(later.HostAddrs, d.HostAddrs)
@@ -361,6 +371,16 @@ func (c Change) With(o Change) Change {
 	return Change{slices.Compact(names), c.Globals || o.Globals}
 }
 
+// forget forgets a Service, and says whether there was one.
+func (s *Snapshot) forget(n Name) bool {
+	_, held := s.Services[n]
+	delete(s.Services, n)
+	delete(s.Health, n)
+	delete(s.Starting, n)
+	delete(s.Full, n)
+	return held
+}
+
 // Apply applies one delta to the snapshot and returns the Services that it may concern, those that refer to others that
 // changed included. It is no error to delete what the snapshot does not hold.
 func (s *Snapshot) Apply(d Delta) Change {
@@ -370,11 +390,7 @@ func (s *Snapshot) Apply(d Delta) Change {
 		s.referrers.replace(s.Services[n], svc, touched)
 		if svc != nil {
 			s.Services[n] = svc
-		} else if _, held := s.Services[n]; held {
-			delete(s.Services, n)
-			delete(s.Health, n)
-			delete(s.Starting, n)
-		} else {
+		} else if !s.forget(n) {
 			continue
 		}
 		touched[n] = struct{}{}
@@ -388,6 +404,9 @@ func (s *Snapshot) Apply(d Delta) Change {
 	}
 	for n, st := range d.Starting {
 		applyOf(s, s.Starting, n, st, st != nil && len(st.Endpoints) > 0, touched)
+	}
+	for n, f := range d.Full {
+		applyOf(s, s.Full, n, f, f != nil && len(f.Ports) > 0, touched)
 	}
 	var c Change
 	if d.Node != nil {

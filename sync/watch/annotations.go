@@ -32,6 +32,7 @@ const (
 	nameLocal            = "local"
 	nameLastResort       = "last-resort"
 	nameProbe            = "probe"
+	nameLimits           = "limits"
 )
 
 // nameWeight is the annotation of an EndpointSlice.
@@ -42,9 +43,9 @@ const annotationCiliumWeight = "service.cilium.io/weight"
 
 // annotationNames are the names that an object of a kind may have after the domain.
 var annotationNames = map[string][]string{
-	"Service": {nameBackends, nameCounters, nameDrain, nameExternalFailover, nameLastResort, nameLocal, nameProbe,
-		nameRebalance, nameRecords, nameScheduler, nameSecondChance, nameSlowStart, nameWeights, nameZoneDemand,
-		nameZones},
+	"Service": {nameBackends, nameCounters, nameDrain, nameExternalFailover, nameLastResort, nameLimits, nameLocal,
+		nameProbe, nameRebalance, nameRecords, nameScheduler, nameSecondChance, nameSlowStart, nameWeights,
+		nameZoneDemand, nameZones},
 	"EndpointSlice": {nameWeight},
 }
 
@@ -70,6 +71,7 @@ func readServiceAnnotations(f *problemList, o *corev1.Service, s, last *snapshot
 		`none of "off", "observe" and "on"`)
 	s.ExternalFailover = word(&a, nameExternalFailover, was.ExternalFailover, snapshot.ParseExternalFailover,
 		`none of "cluster", "reject", "pass" and "drop"`)
+	s.Limits = a.limits(was.Limits)
 	s.Drain = a.duration(nameDrain, 24, was.Drain)
 	s.Rebalance = a.duration(nameRebalance, 1, was.Rebalance)
 	s.SlowStart = a.slowStart(s, was.SlowStart)
@@ -252,6 +254,27 @@ func (a *annotations) slowStart(s *snapshot.Service, last time.Duration) time.Du
 		return 0
 	}
 	return d
+}
+
+// maxLimits bounds the text of limits.
+const maxLimits = 256
+
+// limits reads the limits of a Service's connections; without them, there are none.
+func (a *annotations) limits(last snapshot.Limits) snapshot.Limits {
+	text, field, ok := a.get(nameLimits)
+	if !ok {
+		return snapshot.Limits{}
+	}
+	l, err := snapshot.ParseLimits(text[:min(len(text), maxLimits)])
+	switch {
+	case len(text) > maxLimits:
+		a.wrong(field, "%d bytes are too many: %d at most", len(text), maxLimits)
+		return last
+	case err != nil:
+		a.wrong(field, "%s: %w", quote(text), err)
+		return last
+	}
+	return l
 }
 
 // triggered reads when the event happened for which the controller last changed a slice.

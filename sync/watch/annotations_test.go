@@ -21,11 +21,11 @@ import (
 var (
 	goodAnnotations = map[string]string{nameScheduler: "random", nameWeights: "n1=3,n2=1", nameZones: "prefer",
 		nameZoneDemand: "a=3", nameSlowStart: "30s", nameSecondChance: "off", nameDrain: "1m", nameExternalFailover: "pass",
-		nameCounters: "true", nameRecords: "off", nameRebalance: "10s",
+		nameCounters: "true", nameRecords: "off", nameRebalance: "10s", nameLimits: "rate=10",
 		nameBackends: `{"ports":[{"port":"http","to":[{"service":"db","port":1}]}]}`, nameLocal: "cache",
 		nameLastResort: "on", nameProbe: "http:/healthz"}
 	wrongAnnotations = map[string]string{nameScheduler: "rendom", nameWeights: "n1=x,n2", nameZones: "on",
-		nameZoneDemand: "a", nameSlowStart: "2h", nameSecondChance: "of", nameDrain: "30",
+		nameZoneDemand: "a", nameSlowStart: "2h", nameSecondChance: "of", nameDrain: "30", nameLimits: "rate=0",
 		nameExternalFailover: "lcuster", nameCounters: "yes", nameRecords: "no", nameBackends: "x", nameRebalance: "on",
 		nameLocal: "other/cache", nameLastResort: "yes", nameProbe: "udp"}
 )

@@ -20,7 +20,7 @@ func sameService(a, b *snapshot.Service) bool {
 		slices.Equal(a.Ports, b.Ports) && a.Counters == b.Counters && a.NoRecords == b.NoRecords &&
 		a.SecondChance == b.SecondChance && a.LastResort == b.LastResort && a.Probe == b.Probe &&
 		a.Drain == b.Drain && a.Rebalance == b.Rebalance && a.SlowStart == b.SlowStart &&
-		a.ExternalFailover == b.ExternalFailover && a.Local == b.Local &&
+		a.ExternalFailover == b.ExternalFailover && a.Local == b.Local && a.Limits == b.Limits &&
 		sameScheduling(a.Scheduling, b.Scheduling) && sameBackends(a.Backends, b.Backends)
 }
 

@@ -50,6 +50,11 @@ func settingsOf(x *dataplane.Explanation) (list []Setting) {
 		local = "older Services name it, as many as may"
 	}
 	add(svc.Local != "", "local", svc.Local, local)
+	chooser := ""
+	if x.Port.Scheduled(x.Frontend) != nil {
+		chooser = "IPVS chooses the endpoint"
+	}
+	add(svc.Limits != snapshot.Limits{}, "limits", svc.Limits.String(), chooser)
 	add(svc.SlowStart > 0, "slow-start", units.Span(svc.SlowStart), "")
 	add(svc.Counters == snapshot.CountersFirst, "counters", "true", "")
 	add(svc.Counters == snapshot.CountersNever, "counters", "false", "")

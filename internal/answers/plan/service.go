@@ -114,6 +114,7 @@ func (m *maker) settings(s *Service, n snapshot.Name, before, after *dataplane.S
 		say(port, "connections refused for backends without endpoints", refusedText(b), refusedText(a))
 		say(port, "second chance", b.SecondChance.String(), a.SecondChance.String())
 		say(port, "probe", cmp.Or(b.Probe.String(), "none"), cmp.Or(a.Probe.String(), "none"))
+		say(port, "limits", limitsText(b), limitsText(a))
 		say(port, "drain deadline", spanText(b.Drain), spanText(a.Drain))
 		say(port, "rebalance", spanText(b.Rebalance), spanText(a.Rebalance))
 		said[a.Name.Port+a.Name.Protocol.String()] = len(s.Settings) > count
@@ -135,6 +136,8 @@ func refusedText(sp *dataplane.ServicePort) string {
 	}
 	return text
 }
+
+func limitsText(sp *dataplane.ServicePort) string { return cmp.Or(sp.Limits.String(), "none") }
 
 func portText(p uint16) string {
 	if p == 0 {

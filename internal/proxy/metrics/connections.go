@@ -30,7 +30,8 @@ var (
 	serviceConnectionsMetric = scrapedCounter("verdict_service_connections_total",
 		"New connections to a Service port that were sent to an endpoint.", portLabels()...)
 	serviceRefusedMetric = scrapedCounter("verdict_service_refused_packets_total",
-		"Packets to a Service port without an endpoint, by what happened to them: reject or drop.", portLabels("verdict")...)
+		"Packets to a Service port without an endpoint, or over its limits, by what happened to them: reject or drop.",
+		portLabels("verdict")...)
 	endpointConnectionsMetric = scrapedCounter("verdict_endpoint_connections_total",
 		"New connections to a Service port that were sent to this endpoint.", portLabels("endpoint_address")...)
 	refusedMetric = scrapedCounter("verdict_refused_packets_total",

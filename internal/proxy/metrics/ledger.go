@@ -44,6 +44,19 @@ type ledger struct {
 	others         totals
 	rules          ipfamily.Per[[dataplane.NumRefusals]last]
 	refused        ipfamily.Per[[dataplane.NumRefusals]uint64]
+	limited        map[limitedPool]*overLimit
+}
+
+// limitedPool names a pool with limits, and overLimit is what was over them: the last reading, and how many of these
+// packets no port has been told of yet.
+type limitedPool struct {
+	family ipfamily.Family
+	pool   uint32
+}
+
+type overLimit struct {
+	last
+	left uint64
 }
 
 // totals are the counts that are shown.
@@ -415,7 +428,8 @@ func (s *side) sameElement(c *dataplane.FrontendCount) bool {
 // addToPort adds to a port's totals and, where nobody answered, to the refusals.
 func (g *ledger) addToPort(p *port, c *dataplane.FrontendCount, more uint64) {
 	if c.Endpoints > 0 || c.Scheduled {
-		p.connections += more
+		over := g.takeOver(p, c, more)
+		p.connections += more - over
 		return
 	}
 	if c.Empty == dataplane.Pass { // nobody refused them
@@ -427,6 +441,41 @@ func (g *ledger) addToPort(p *port, c *dataplane.FrontendCount, more uint64) {
 		refusal = dataplane.RefusedNoLocalEndpoints
 	}
 	g.refused[ipfamily.Of(c.Key.Addr)][refusal] += more
+}
+
+// takeOver tells a port how many more of its packets were over a limit, at most as many as one of its frontends counts
+// more.
+func (g *ledger) takeOver(p *port, c *dataplane.FrontendCount, most uint64) uint64 {
+	family := ipfamily.Of(c.Key.Addr)
+	of, sp := g.limited[limitedPool{family, c.Pool}], p.now[family]
+	if of == nil || sp == nil {
+		return 0
+	}
+	verdict, over := dataplane.Reject, min(of.left, most)
+	if sp.Limits.Drop {
+		verdict = dataplane.Drop
+	}
+	of.left -= over
+	p.refused[verdict] += over
+	return over
+}
+
+// recordLimited stores readings of what was over limits, which are of all pools that have some.
+func (g *ledger) recordLimited(counts []dataplane.LimitCount, began uint64) {
+	if began < g.renewed || g.detail == Off {
+		return
+	}
+	now := map[limitedPool]*overLimit{}
+	for _, c := range counts {
+		at := limitedPool{c.Family, c.Pool}
+		of := g.limited[at]
+		if of == nil {
+			of = &overLimit{}
+		}
+		of.left += g.advance(&of.last, c.Packets, true, began)
+		now[at] = of
+	}
+	g.limited = now
 }
 
 // createSeries creates series for ports that count for the first time, in the order of their names, as long as there is

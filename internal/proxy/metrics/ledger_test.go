@@ -34,6 +34,7 @@ type fakeKernel struct {
 	truthAt map[string]uint64
 	listed  int
 	byKey   int
+	limited []dataplane.LimitCount
 	broken  error
 	// meanwhile, if not nil, is what happens once during the next reading.
 	meanwhile func()
@@ -312,6 +313,8 @@ func (k *fakeKernel) Refused() (out []dataplane.RefusedCount, err error) {
 	return out, k.broken
 }
 
+func (k *fakeKernel) Limited() ([]dataplane.LimitCount, error) { return k.limited, k.broken }
+
 func (k *fakeKernel) Affinity(time.Duration) (ipfamily.Per[int], error) {
 	return ipfamily.Per[int]{3, 4}, k.broken
 }
@@ -581,5 +584,40 @@ func (w *watcher) look(step int) {
 		if got := now[name]; got > want || w.exact && got != want {
 			w.t.Fatalf("step %d: %s is shown as %d; in truth it is %d", step, name, got, want)
 		}
+	}
+}
+
+// TestLedgerKnowsLimits: what frontends counted and a limit refused is no connection, whichever reading knows of it
+// first.
+func TestLedgerKnowsLimits(t *testing.T) {
+	at := dataplane.Key{Addr: addr("10.96.0.1"), Protocol: snapshot.TCP, Port: 80}
+	pool := &dataplane.Pool{Endpoints: []dataplane.Endpoint{{AddrPort: netip.MustParseAddrPort("10.1.0.1:80")}}}
+	sp := &dataplane.ServicePort{Name: dataplane.PortName{Service: snapshot.Name{Name: "a"}}, Cluster: pool,
+		Local: &dataplane.Pool{}, Frontends: []dataplane.Frontend{{Key: at, Routes: []dataplane.Route{{Pool: pool}}}}}
+	g := newLedger(PerService, 10)
+	svc := &dataplane.Service{Name: sp.Name.Service, Ports: []*dataplane.ServicePort{sp}}
+	g.replace([]*dataplane.Service{nil}, []*dataplane.Service{svc}, true, 1)
+	for i, step := range []struct {
+		over, all uint64
+		drop      bool
+		want      totals
+	}{
+		{30, 100, false, totals{70, [2]uint64{30, 0}}},
+		{50, 100, false, totals{70, [2]uint64{30, 0}}},
+		{50, 130, false, totals{80, [2]uint64{50, 0}}},
+		{51, 140, true, totals{89, [2]uint64{50, 1}}},
+		{2, 5, true, totals{92, [2]uint64{50, 3}}}, // which began anew
+	} {
+		sp.Limits.Drop = step.drop
+		g.recordLimited([]dataplane.LimitCount{{Family: ipfamily.IPv4, Pool: 7, Packets: step.over}}, uint64(i+2))
+		g.recordFrontends([]dataplane.FrontendCount{{Counted: dataplane.Counted{Key: at}, Pool: 7, Endpoints: 1,
+			Packets: step.all}}, uint64(i+2))
+		if got := g.ports[sp.Name].totals; got != step.want {
+			t.Errorf("step %d: %+v, want %+v", i, got, step.want)
+		}
+	}
+	g.recordLimited(nil, 9)
+	if len(g.limited) > 0 {
+		t.Errorf("pools without limits stay: %v", g.limited)
 	}
 }

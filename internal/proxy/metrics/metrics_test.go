@@ -476,8 +476,10 @@ func TestOwnValues(t *testing.T) {
 		"snat_saturation_percent{address=192.0.2.7,endpoint=10.1.0.1:80} 50",
 	)
 	expect("verdict_refused_packets_total",
+		"{ip_family=IPv4,reason=over-limit,verdict=drop} 0", "{ip_family=IPv4,reason=over-limit,verdict=reject} 0",
 		"{ip_family=IPv4,reason=overtaken,verdict=drop} 0", "{ip_family=IPv4,reason=source-ranges,verdict=drop} 0",
 		"{ip_family=IPv4,reason=unallocated,verdict=drop} 0", "{ip_family=IPv4,reason=unused-port,verdict=reject} 5",
+		"{ip_family=IPv6,reason=over-limit,verdict=drop} 0", "{ip_family=IPv6,reason=over-limit,verdict=reject} 0",
 		"{ip_family=IPv6,reason=overtaken,verdict=drop} 0", "{ip_family=IPv6,reason=source-ranges,verdict=drop} 0",
 		"{ip_family=IPv6,reason=unallocated,verdict=drop} 0", "{ip_family=IPv6,reason=unused-port,verdict=reject} 0")
 	expect("verdict_readyz_total", "{code=200} 0", "{code=503} 1")

@@ -136,6 +136,8 @@ type Counters interface {
 	) error
 	// Refused reads how many packets were turned away by no frontend.
 	Refused() ([]dataplane.RefusedCount, error)
+	// Limited reads what was over the limits of pools: all that have limits.
+	Limited() ([]dataplane.LimitCount, error)
 	// Affinity counts remembered clients, IPv4 and IPv6; -1 if that takes longer than the patience given.
 	Affinity(patience time.Duration) (ipfamily.Per[int], error)
 }

@@ -246,7 +246,11 @@ func (r *reader) readRules() error {
 	if err == nil {
 		r.locked(func() { r.ledger.recordRules(counts, began) })
 	}
-	return err
+	limited, lerr := r.counters.Limited() // before the frontends, which count these packets, too
+	if lerr == nil {
+		r.locked(func() { r.ledger.recordLimited(limited, began) })
+	}
+	return errors.Join(err, lerr)
 }
 
 // readFrontends reads all frontends, or as many as there is time for. An opening reading is by key, which misses none.

@@ -48,6 +48,8 @@ type shopNode struct {
 	t       *testing.T
 	log     logBuffer
 	servers []*lab.Server
+	// manifest is the file with the Service.
+	manifest string
 }
 
 func newShopNode(t *testing.T, endpoints int, mode string) *shopNode {
@@ -69,7 +71,8 @@ func newShopNode(t *testing.T, endpoints int, mode string) *shopNode {
 	// Anybody may write a Service of his own with the endpoints of others.
 	change := strings.NewReplacer("namespace: shop", "namespace: aaa", "10.96.0.1", "10.96.0.2", "96::1", "96::2")
 	other := change.Replace(text)
-	labtest.Check(t, os.WriteFile(filepath.Join(dir, "web.yaml"), []byte(text+"---\n"+other), 0o644))
+	n.manifest = filepath.Join(dir, "web.yaml")
+	labtest.Check(t, os.WriteFile(n.manifest, []byte(text+"---\n"+other), 0o644))
 	startProxy(t, n.Node, &n.log, "--from", dir, "--hostname-override=node",
 		"--cluster-cidr=10.244.0.0/16,fd00:10:244::/48", "--second-chance="+mode)
 	return n

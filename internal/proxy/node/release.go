@@ -2,6 +2,7 @@ package node
 
 import (
 	"context"
+	"fmt"
 	"net/netip"
 	"os"
 	"strconv"
@@ -11,7 +12,10 @@ import (
 
 	"github.com/verdict-proxy/verdict/internal/proxy/conntrack"
 	"github.com/verdict-proxy/verdict/internal/proxy/outlier"
+	"github.com/verdict-proxy/verdict/sync/dataplane"
 	"github.com/verdict-proxy/verdict/sync/reconcile"
+	"github.com/verdict-proxy/verdict/sync/snapshot"
+	"github.com/verdict-proxy/verdict/sync/watch"
 )
 
 // newReleaser returns what releases TCP connections to endpoints that are gone, and what the loop must call; nothing if
@@ -38,6 +42,22 @@ func (n *Node) newReleaser(w *conntrack.Walker, shown *telemetry) (*conntrack.Re
 		},
 	})
 	return r, []reconcile.Listener{r.Listener()}
+}
+
+// openLimits returns what the loop must call to limit the open connections of Services: nothing with a backend that
+// cannot, which gathers no evidence either.
+func (n *Node) openLimits(w *conntrack.Walker, queue *snapshot.Queue) []reconcile.Listener {
+	if n.Backend.Evidence == nil {
+		return nil
+	}
+	events := n.serving.events
+	o := conntrack.NewOpenLimits(w, queue.Put, func(p dataplane.PortName) {
+		n.Log.Info("a Service has as many open connections as its limits allow", "service", p.String())
+		events.Emit(watch.Event{Warning: true, Reason: "LimitReached", Action: "Refuse", Service: p.Service,
+			Note: fmt.Sprintf("%s has as many open connections on node %s as its limits allow; new ones are refused there",
+				p, n.Config.NodeName)})
+	})
+	return []reconcile.Listener{o.Listener()}
 }
 
 // logRelease logs the result of a look at connections to endpoints that are gone.

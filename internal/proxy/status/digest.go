@@ -144,6 +144,9 @@ func (w *writer) service(s *snapshot.Service) {
 		w.text("local", s.Local, s.LastResort.String(), s.Probe.Path)
 		w.flags(s.Probe.Asked)
 	}
+	if s.Limits != (snapshot.Limits{}) { // as backends
+		w.text("limits", s.Limits.String())
+	}
 }
 
 func (w *writer) backends(b *snapshot.Backends) {

@@ -375,8 +375,12 @@ func (t *nfTable) compileUpdate(a netlink.Attributes) nfOp {
 		op.dest = register(v)
 	}
 	for typ, v := range a {
-		if typ == unix.NFTA_DYNSET_EXPR && oddExpression(v) != "" {
-			op.unknown = "dynset with " + oddExpression(v)
+		switch odd := oddExpression(v); {
+		case typ != unix.NFTA_DYNSET_EXPR || odd == "":
+		case odd == OverLimit:
+			return nfOp{kind: opVerdict, code: codeBreak}
+		default:
+			op.unknown = "dynset with " + odd
 		}
 	}
 	return op

@@ -414,8 +414,17 @@ func (t *nfTable) element(elem []byte) (e rawElement) {
 	return e
 }
 
+// OverLimit is what is odd about an element that rules match only over a limit of its own. Packets are taken for those
+// within it.
+const OverLimit = "over a limit"
+
 // oddExpression names the expression of an element, unless it only counts.
 func oddExpression(e []byte) string {
+	data := netlink.Find(e, unix.NFTA_EXPR_DATA)
+	if name := netlink.Find(e, unix.NFTA_EXPR_NAME).Text(); name == "limit" &&
+		netlink.Value(netlink.Find(data, unix.NFTA_LIMIT_FLAGS)).Big32()&unix.NFT_LIMIT_F_INV != 0 {
+		return OverLimit
+	}
 	if name := netlink.Find(e, unix.NFTA_EXPR_NAME).Text(); name != "counter" && name != "last" {
 		return "an element with " + name
 	}

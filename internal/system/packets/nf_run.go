@@ -541,6 +541,8 @@ func (w *walker) lookup(m *machine, op *nfOp) (result, error) {
 	switch {
 	case err != nil:
 		return noMatch, err
+	case found && e.odd == OverLimit:
+		return noMatch, nil
 	case found && e.odd != "":
 		return noMatch, fmt.Errorf("what %s does is not known", e.odd)
 	case found == op.inverted:
