@@ -465,7 +465,7 @@ func TestWalkMeetsConflicts(t *testing.T) {
 	r := rand.New(rand.NewPCG(5, 6))
 	conflicts, older, droppedPools, sources, noted := 0, 0, 0, 0, map[From]int{}
 	ejected, retried, refused, shared := 0, 0, 0, 0
-	for range 4000 {
+	for range 8000 {
 		data := make([]byte, 400)
 		for j := range data {
 			data[j] = byte(r.Uint32())

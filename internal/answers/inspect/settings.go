@@ -16,27 +16,7 @@ func settingsOf(x *dataplane.Explanation) (list []Setting) {
 			list = append(list, Setting{name, value, without})
 		}
 	}
-	overTCP := ""
-	if x.Port.Name.Protocol != snapshot.TCP {
-		overTCP = "only for tcp"
-	}
-	chance := overTCP
-	if chance == "" && x.Port.SecondChance != svc.SecondChance {
-		chance = "off for the whole node"
-	}
-	add(svc.SecondChance != snapshot.SecondChanceDefault, "second-chance", svc.SecondChance.String(), chance)
-	add(svc.LastResort != snapshot.LastResortDefault, "last-resort", svc.LastResort.String(), "")
-	probe := overTCP
-	if probe == "" && svc.Probe != x.Port.Probe {
-		probe = "second chance is off"
-	}
-	add(svc.Probe.Asked, "probe", svc.Probe.String(), probe)
-	add(svc.Drain > 0, "drain", units.Span(svc.Drain), overTCP)
-	still := overTCP
-	if still == "" && x.Port.RebalancePool() == nil {
-		still = "clients keep their endpoints, or traffic policies differ"
-	}
-	add(svc.Rebalance > 0, "rebalance", units.Span(svc.Rebalance), still)
+	addOfTCP(x, add)
 	failover := ""
 	switch {
 	case !svc.ExternalLocal:
@@ -60,6 +40,32 @@ func settingsOf(x *dataplane.Explanation) (list []Setting) {
 	add(svc.Counters == snapshot.CountersNever, "counters", "false", "")
 	add(svc.NoRecords, "records", "off", "")
 	return list
+}
+
+// addOfTCP adds what concerns TCP alone.
+func addOfTCP(x *dataplane.Explanation, add func(asked bool, name, value, without string)) {
+	svc := x.Object
+	overTCP := ""
+	if x.Port.Name.Protocol != snapshot.TCP {
+		overTCP = "only for tcp"
+	}
+	chance := overTCP
+	if chance == "" && x.Port.SecondChance != svc.SecondChance {
+		chance = "off for the whole node"
+	}
+	add(svc.SecondChance != snapshot.SecondChanceDefault, "second-chance", svc.SecondChance.String(), chance)
+	add(svc.LastResort != snapshot.LastResortDefault, "last-resort", svc.LastResort.String(), "")
+	probe := overTCP
+	if probe == "" && svc.Probe != x.Port.Probe {
+		probe = "second chance is off"
+	}
+	add(svc.Probe.Asked, "probe", svc.Probe.String(), probe)
+	add(svc.Drain > 0, "drain", units.Span(svc.Drain), overTCP)
+	still := overTCP
+	if still == "" && x.Port.RebalancePool() == nil {
+		still = "clients keep their endpoints, or traffic policies differ"
+	}
+	add(svc.Rebalance > 0, "rebalance", units.Span(svc.Rebalance), still)
 }
 
 // printSettings prints a line for each setting.
