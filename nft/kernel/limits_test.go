@@ -44,7 +44,7 @@ func admits(l snapshot.RateLimit, sent []sending) (least, most int) {
 		return n
 	}
 	a, b := count(func(s sending) time.Time { return s.before }), count(func(s sending) time.Time { return s.after })
-	off := 2 + max(a, b)/100 // packets wait in queues of a busy host
+	off := 2 + max(a, b)/100 + int(l.Rate)/20 // packets wait in queues of a busy host, for 50 ms or so
 	return min(a, b) - off, max(a, b) + off
 }
 
