@@ -7,40 +7,79 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"regexp"
 	"strings"
 
 	"github.com/spf13/cobra"
 
 	"github.com/verdict-proxy/verdict/conformance/cluster"
+	"github.com/verdict-proxy/verdict/conformance/cluster/gateways"
 )
 
-// gatewayOptions are the flags of "cluster gateway".
+// gatewayOptions are the flags of "cluster gateway" and its commands.
 type gatewayOptions struct {
-	channel, class, report string
-	runs, weighted         int
+	channel, class, report, match string
+	runs, weighted                int
 }
 
 func newGateway(open opener) *cobra.Command {
 	o := gatewayOptions{}
-	cmd := &cobra.Command{Use: "gateway [-- FLAGS]", Short: "Run upstream's conformance suite of Gateway API on the cluster",
-		Long: "Run upstream's conformance suite of Gateway API on the cluster, which must be up, with the suite's flags.",
+	cmd := &cobra.Command{Use: "gateway", Short: "Test the controller of Gateways on the cluster, which must be up"}
+	cmd.PersistentFlags().StringVar(&o.channel, "channel", "standard", "definitions of Gateway API: standard or experimental")
+	suite := &cobra.Command{Use: "suite [-- FLAG...]", Short: "Run upstream's conformance suite, with flags of its own",
 		RunE: func(cmd *cobra.Command, flags []string) error {
 			c, err := open(cmd.OutOrStdout())
 			if err != nil {
 				return err
 			}
-			return o.run(cmd.Context(), c, flags)
+			return o.suite(cmd.Context(), c, flags)
 		}}
-	cmd.Flags().StringVar(&o.channel, "channel", "standard", "definitions of Gateway API: standard or experimental")
-	cmd.Flags().StringVar(&o.class, "class", "verdict",
+	suite.Flags().StringVar(&o.class, "class", "verdict",
 		"the GatewayClass: with verdict, clients come from outside; otherwise from a node")
-	cmd.Flags().StringVar(&o.report, "report", "bin/gateway-conformance", "the directory that gets report and output of each run")
-	cmd.Flags().IntVar(&o.runs, "runs", 1, "how often the suite is run")
-	cmd.Flags().IntVar(&o.weighted, "weighted", 0, "run the weighted tests so often in place of the suite")
+	suite.Flags().StringVar(&o.report, "report", "bin/gateway", "the directory that gets report and output of each run")
+	suite.Flags().IntVar(&o.runs, "runs", 1, "how often the suite is run")
+	suite.Flags().IntVar(&o.weighted, "weighted", 0, "run the weighted tests so often in place of the suite")
+	tell := &cobra.Command{Use: "stories", Short: "Tell stories of Gateways under clients", Args: cobra.NoArgs,
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			c, err := open(cmd.OutOrStdout())
+			if err != nil {
+				return err
+			}
+			return o.tell(cmd.Context(), c)
+		}}
+	tell.Flags().StringVar(&o.match, "run", "", "tell only stories whose names match this regular expression")
+	cmd.AddCommand(suite, tell)
 	return cmd
 }
 
-func (o *gatewayOptions) run(ctx context.Context, c *cluster.Cluster, flags []string) error {
+// tell tells the stories in turn.
+func (o *gatewayOptions) tell(ctx context.Context, c *cluster.Cluster) error {
+	chosen, err := regexp.Compile(o.match)
+	if err != nil {
+		return fmt.Errorf("--run: %w", err)
+	}
+	if err := o.install(ctx, c); err != nil {
+		return err
+	}
+	b := &gateways.Bed{Cluster: c}
+	if err := b.Prepare(ctx); err != nil {
+		return err
+	}
+	for _, s := range gateways.All {
+		if !chosen.MatchString(s.Name) {
+			continue
+		}
+		text, e := s.Do(ctx, b)
+		if e != nil {
+			e = fmt.Errorf("%s: %w", s.Name, e)
+		}
+		c.Log("%s: %s %v", s.Name, text, e)
+		err = errors.Join(err, e)
+	}
+	return err
+}
+
+func (o *gatewayOptions) suite(ctx context.Context, c *cluster.Cluster, flags []string) error {
 	var err error
 	if o.report, err = filepath.Abs(o.report); err == nil {
 		err = os.MkdirAll(o.report, 0o755)
@@ -48,7 +87,10 @@ func (o *gatewayOptions) run(ctx context.Context, c *cluster.Cluster, flags []st
 	if err != nil {
 		return err
 	}
-	suite, err := o.prepare(ctx, c)
+	if err := errors.Join(o.install(ctx, c), c.LoadEcho(ctx)); err != nil {
+		return err
+	}
+	suite, err := c.Suite(ctx)
 	if err != nil {
 		return err
 	}
@@ -72,23 +114,20 @@ func (o *gatewayOptions) run(ctx context.Context, c *cluster.Cluster, flags []st
 	return ctx.Err()
 }
 
-// prepare installs all that the suite needs, and returns its program.
-func (o *gatewayOptions) prepare(ctx context.Context, c *cluster.Cluster) (string, error) {
-	if err := errors.Join(c.LoadVerdict(ctx, c.Source(), cluster.VerdictImage), c.LoadEcho(ctx)); err != nil {
-		return "", err
+// install installs Verdict with the controller, and gives load balancers' addresses until ctx ends.
+func (o *gatewayOptions) install(ctx context.Context, c *cluster.Cluster) error {
+	if err := c.LoadVerdict(ctx, c.Source(), cluster.VerdictImage); err != nil {
+		return err
 	}
 	if err := c.InstallGateway(ctx, cluster.VerdictImage, o.channel); err != nil {
-		return "", err
+		return err
 	}
 	for _, name := range []string{"daemonset/verdict", "deployment/verdict-collector"} {
 		if _, err := c.Kubectl(ctx, "-n", "kube-system", "rollout", "status", name, "--timeout=3m"); err != nil {
-			return "", err
+			return err
 		}
 	}
-	if err := c.Balance(ctx); err != nil {
-		return "", err
-	}
-	return c.Suite(ctx)
+	return c.Balance(ctx)
 }
 
 // once runs the suite's program, whose output goes to a file.
