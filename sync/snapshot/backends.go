@@ -1,7 +1,13 @@
 package snapshot
 
+import (
+	"iter"
+	"maps"
+	"slices"
+)
+
 // Backends say that the endpoints of other Services serve a Service's ports, in place of its own slices. The annotation
-// backends says so; docs/decisions/0036-gateway.md has its form.
+// backends says so; docs/decisions/0036-gateway.md has its form. They are immutable.
 type Backends struct {
 	// For names what asked for them, as in "Gateway edge/db"; empty if nobody said.
 	For string
@@ -38,3 +44,88 @@ const (
 	MaxBackendPorts  = 64
 	MaxBackendWeight = 1_000_000
 )
+
+// Of returns the backends of a port by its name; nil if it has none.
+func (b *Backends) Of(port string) *PortBackends {
+	if i := slices.IndexFunc(b.Ports, func(p PortBackends) bool { return p.Port == port }); i >= 0 {
+		return &b.Ports[i]
+	}
+	return nil
+}
+
+// Each ranges over the backends of all ports. The Backends may be nil.
+func (b *Backends) Each() iter.Seq[*Backend] {
+	return func(yield func(*Backend) bool) {
+		if b == nil {
+			return
+		}
+		for i := range b.Ports {
+			for j := range b.Ports[i].To {
+				if !yield(&b.Ports[i].To[j]) {
+					return
+				}
+			}
+		}
+	}
+}
+
+// Sum returns the sum of all weights.
+func (p *PortBackends) Sum() (sum int) {
+	for i := range p.To {
+		sum += int(p.To[i].Weight)
+	}
+	return sum
+}
+
+// PortOf returns the name that the port of a backend has in the slices of its Service, for a port of a protocol that
+// refers to it. If there is none, refused says why.
+func (s *Snapshot) PortOf(b *Backend, p Protocol) (name, refused string) {
+	svc := s.Services[b.Service]
+	switch {
+	case b.Refused != "":
+		return "", b.Refused
+	case svc == nil:
+		return "", "there is no such Service with a cluster IP"
+	case svc.Backends != nil:
+		return "", "the Service has no endpoints of its own, but backends"
+	}
+	for i := range svc.Ports {
+		if svc.Ports[i].Port == b.Port && svc.Ports[i].Protocol == p {
+			return svc.Ports[i].Name, ""
+		}
+	}
+	return "", "the Service has no such port of this protocol"
+}
+
+// Referrers ranges over the names of the Services whose Backends name a Service, in no order.
+func (s *Snapshot) Referrers(n Name) iter.Seq[Name] { return maps.Keys(s.referrers[n]) }
+
+// refer keeps referrers in sync with a Service of which either version may be nil.
+func (s *Snapshot) refer(n Name, was, is *Service) {
+	if was != nil {
+		for b := range was.Backends.Each() {
+			if delete(s.referrers[b.Service], n); len(s.referrers[b.Service]) == 0 {
+				delete(s.referrers, b.Service)
+			}
+		}
+	}
+	if is != nil {
+		for b := range is.Backends.Each() {
+			if s.referrers[b.Service] == nil {
+				s.referrers[b.Service] = map[Name]struct{}{}
+			}
+			s.referrers[b.Service][n] = struct{}{}
+		}
+	}
+}
+
+// touchReferrers adds the Services that refer to those in touched. Theirs in turn do not matter, as PortOf follows no
+// reference to a reference.
+func (s *Snapshot) touchReferrers(touched map[Name]struct{}) {
+	if len(s.referrers) == 0 {
+		return
+	}
+	for _, n := range slices.Collect(maps.Keys(touched)) {
+		maps.Copy(touched, s.referrers[n])
+	}
+}

@@ -229,6 +229,8 @@ type Snapshot struct {
 	HostNetworks HostNetworks
 
 	sliceService map[Name]Name
+	// referrers are the Services whose Backends name each Service.
+	referrers map[Name]map[Name]struct{}
 }
 
 // New returns an empty Snapshot.
@@ -239,6 +241,7 @@ func New() *Snapshot {
 		Health:       map[Name]*Health{},
 		Starting:     map[Name]*Starting{},
 		sliceService: map[Name]Name{},
+		referrers:    map[Name]map[Name]struct{}{},
 	}
 }
 
@@ -352,6 +355,7 @@ func (s *Snapshot) Apply(d Delta) Change {
 	s.reserve(&d)
 	touched := make(map[Name]struct{}, max(len(d.Services), len(d.Slices)))
 	for n, svc := range d.Services {
+		s.refer(n, s.Services[n], svc)
 		if svc != nil {
 			s.Services[n] = svc
 		} else if _, held := s.Services[n]; held {
@@ -366,6 +370,7 @@ func (s *Snapshot) Apply(d Delta) Change {
 	for n, sl := range d.Slices {
 		s.applySlice(n, sl, touched)
 	}
+	s.touchReferrers(touched)
 	for n, h := range d.Health {
 		applyOf(s, s.Health, n, h, h != nil && len(h.Unhealthy) > 0, touched)
 	}

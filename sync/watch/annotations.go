@@ -27,6 +27,7 @@ const (
 	nameExternalFailover = "external-failover"
 	nameCounters         = "counters"
 	nameRecords          = "records"
+	nameBackends         = "backends"
 )
 
 // nameWeight is the annotation of an EndpointSlice.
@@ -37,7 +38,7 @@ const annotationCiliumWeight = "service.cilium.io/weight"
 
 // annotationNames are the names that an object of a kind may have after the domain.
 var annotationNames = map[string][]string{
-	"Service": {nameCounters, nameDrain, nameExternalFailover, nameRecords, nameScheduler, nameSecondChance,
+	"Service": {nameBackends, nameCounters, nameDrain, nameExternalFailover, nameRecords, nameScheduler, nameSecondChance,
 		nameSlowStart, nameWeights, nameZoneDemand, nameZones},
 	"EndpointSlice": {nameWeight},
 }
@@ -50,13 +51,14 @@ type annotations struct {
 	known bool
 }
 
-func readServiceAnnotations(f *problemList, of map[string]string, s, last *snapshot.Service) {
-	a := annotations{f, of, last != nil && last.Age.UID == s.Age.UID}
+func readServiceAnnotations(f *problemList, o *corev1.Service, s, last *snapshot.Service) {
+	a := annotations{f, o.Annotations, last != nil && last.Age.UID == s.Age.UID}
 	was := &snapshot.Service{}
 	if a.known {
 		was = last
 	}
-	s.Scheduling = a.scheduling(was.Scheduling)
+	s.Backends = a.backends(s, was.Backends, o.Status.Conditions)
+	s.Scheduling = a.scheduling(was.Scheduling, s.Backends != nil)
 	s.Counters = word(&a, nameCounters, was.Counters, parseCounters, `neither "true" nor "false"`)
 	s.NoRecords = word(&a, nameRecords, was.NoRecords, parseNoRecords, `neither "on" nor "off"`)
 	s.SecondChance = word(&a, nameSecondChance, was.SecondChance, snapshot.ParseSecondChance,
@@ -64,7 +66,7 @@ func readServiceAnnotations(f *problemList, of map[string]string, s, last *snaps
 	s.ExternalFailover = word(&a, nameExternalFailover, was.ExternalFailover, snapshot.ParseExternalFailover,
 		`none of "cluster", "reject", "pass" and "drop"`)
 	s.Drain = a.duration(nameDrain, 24, was.Drain)
-	s.SlowStart = a.slowStart(s.Scheduling, was.SlowStart)
+	s.SlowStart = a.slowStart(s, was.SlowStart)
 	a.unknown("Service")
 }
 
@@ -181,12 +183,18 @@ func (a *annotations) duration(name string, hours int, last time.Duration) time.
 	return d
 }
 
-// slowStart reads a Service's slow start. It ignores that of a Service that hashes its clients.
-func (a *annotations) slowStart(scheduling *snapshot.Scheduling, last time.Duration) time.Duration {
+// slowStart reads a Service's slow start. It ignores that of a Service that hashes its clients, or has backends.
+func (a *annotations) slowStart(s *snapshot.Service, last time.Duration) time.Duration {
 	d := a.duration(nameSlowStart, 1, last)
-	if d > 0 && scheduling != nil && hashes(scheduling.Scheduler) {
-		a.warn(fieldOf(annotationDomain+nameSlowStart),
-			"it is ignored: with the scheduler %s, all nodes must have the same table at all times", scheduling.Scheduler)
+	field := fieldOf(annotationDomain + nameSlowStart)
+	switch {
+	case d == 0:
+	case s.Scheduling != nil && hashes(s.Scheduling.Scheduler):
+		a.warn(field, "it is ignored: with the scheduler %s, all nodes must have the same table at all times",
+			s.Scheduling.Scheduler)
+		return 0
+	case s.Backends != nil:
+		a.warn(field, ignoredWithBackends)
 		return 0
 	}
 	return d

@@ -21,10 +21,11 @@ import (
 var (
 	goodAnnotations = map[string]string{nameScheduler: "random", nameWeights: "n1=3,n2=1", nameZones: "prefer",
 		nameZoneDemand: "a=3", nameSlowStart: "30s", nameSecondChance: "off", nameDrain: "1m", nameExternalFailover: "pass",
-		nameCounters: "true", nameRecords: "off"}
+		nameCounters: "true", nameRecords: "off",
+		nameBackends: `{"ports":[{"port":"http","to":[{"service":"db","port":1}]}]}`}
 	wrongAnnotations = map[string]string{nameScheduler: "rendom", nameWeights: "n1=x,n2", nameZones: "on",
 		nameZoneDemand: "a", nameSlowStart: "2h", nameSecondChance: "of", nameDrain: "30",
-		nameExternalFailover: "lcuster", nameCounters: "yes", nameRecords: "no"}
+		nameExternalFailover: "lcuster", nameCounters: "yes", nameRecords: "no", nameBackends: "x"}
 )
 
 func annotated(in string, values map[string]string) *corev1.Service {

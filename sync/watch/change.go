@@ -197,6 +197,7 @@ func (c *changeReading) inherit(o *corev1.Service) {
 	if o.Spec.Type == corev1.ServiceTypeLoadBalancer && o.Spec.HealthCheckNodePort == 0 {
 		o.Spec.HealthCheckNodePort = int32(now.HealthCheckNodePort)
 	}
+	inheritGrants(o, now)
 }
 
 // inheritNodePorts gives ports without a node port the one of the port with their name, unless another port has it.

@@ -88,7 +88,7 @@ func (c *converter) service(o *corev1.Service, last *snapshot.Service) (*snapsho
 	s.LoadBalancerIPs = loadBalancerIPs(f, o.Status.LoadBalancer.Ingress)
 	limitFrontends(f, s)
 	s.SourceRanges = sourceRanges(f, spec.LoadBalancerSourceRanges)
-	readServiceAnnotations(f, o.Annotations, s, last)
+	readServiceAnnotations(f, o, s, last)
 	// The policy has no meaning for a Service that cannot be reached from outside (ExternallyAccessible in
 	// k8s.io/kubernetes).
 	balanced := spec.Type == corev1.ServiceTypeLoadBalancer
@@ -591,28 +591,37 @@ func mergePrefixes(lists []*[]netip.Prefix) []netip.Prefix {
 	return slices.Compact(all)
 }
 
-var errName = errors.New("a name has letters, digits, '-' and '.' only")
+var (
+	errName    = errors.New("a name has letters, digits, '-' and '.' only")
+	errMissing = errors.New("missing")
+)
 
 // validName says whether a name is safe to use. It allows less than the API server does, because names end up in
 // comments in the kernel, in metrics and in texts for nft, where a quotation mark or a line feed would inject a
 // command.
 func validName(f *problemList, field, s string) bool {
+	if err := checkName(s); err != nil {
+		f.add(field, "%w", err)
+		return false
+	}
+	return true
+}
+
+// checkName is validName without a list of problems.
+func checkName(s string) error {
 	switch {
 	case s == "":
-		f.add(field, "missing")
-		return false
+		return errMissing
 	case len(s) > 253:
-		f.add(field, "%s is longer than 253 characters", quote(s))
-		return false
+		return fmt.Errorf("%s is longer than 253 characters", quote(s))
 	}
 	for i := range len(s) {
 		b := s[i]
 		if (b < 'a' || b > 'z') && (b < 'A' || b > 'Z') && (b < '0' || b > '9') && b != '-' && b != '.' {
-			f.add(field, "%s: %w", quote(s), errName)
-			return false
+			return fmt.Errorf("%s: %w", quote(s), errName)
 		}
 	}
-	return true
+	return nil
 }
 
 // uniqueSet finds duplicates. Nearly every list has one value, which needs no map.

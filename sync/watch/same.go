@@ -21,7 +21,14 @@ func sameService(a, b *snapshot.Service) bool {
 		a.SecondChance == b.SecondChance &&
 		a.Drain == b.Drain && a.SlowStart == b.SlowStart &&
 		a.ExternalFailover == b.ExternalFailover &&
-		sameScheduling(a.Scheduling, b.Scheduling)
+		sameScheduling(a.Scheduling, b.Scheduling) && sameBackends(a.Backends, b.Backends)
+}
+
+func sameBackends(a, b *snapshot.Backends) bool {
+	return a == b || a != nil && b != nil && a.For == b.For &&
+		slices.EqualFunc(a.Ports, b.Ports, func(x, y snapshot.PortBackends) bool {
+			return x.Port == y.Port && x.Listener == y.Listener && x.Route == y.Route && slices.Equal(x.To, y.To)
+		})
 }
 
 func sameScheduling(a, b *snapshot.Scheduling) bool {

@@ -10,8 +10,9 @@ import (
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
-// scheduling reads how a Service wants its endpoints to be chosen: nil if it does not say.
-func (a *annotations) scheduling(last *snapshot.Scheduling) *snapshot.Scheduling {
+// scheduling reads how a Service wants its endpoints to be chosen: nil if it does not say. Backed says that it has
+// backends, which prefer no zone.
+func (a *annotations) scheduling(last *snapshot.Scheduling, backed bool) *snapshot.Scheduling {
 	was := cmp.Or(last, &snapshot.Scheduling{})
 	var s snapshot.Scheduling
 	if text, field, ok := a.get(nameScheduler); ok {
@@ -31,6 +32,10 @@ func (a *annotations) scheduling(last *snapshot.Scheduling) *snapshot.Scheduling
 		s.Weights = nodeWeights.parse(a, text, field, was.Weights)
 	}
 	a.zones(&s, was)
+	if s.PreferNear && backed {
+		a.warn(fieldOf(annotationDomain+nameZones), ignoredWithBackends)
+		s.PreferNear, s.ZoneDemand = false, nil
+	}
 	if s.Scheduler == "" && s.Weights == nil && !s.PreferNear {
 		return nil
 	}

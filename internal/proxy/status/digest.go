@@ -137,6 +137,23 @@ func (w *writer) service(s *snapshot.Service) {
 		w.text(p.Name)
 		w.number(uint64(p.Protocol), uint64(p.Port), uint64(p.NodePort))
 	}
+	if s.Backends != nil { // last, so that all others have the digests that they had before there were backends
+		w.backends(s.Backends)
+	}
+}
+
+func (w *writer) backends(b *snapshot.Backends) {
+	w.text("backends", b.For)
+	w.number(uint64(len(b.Ports)))
+	for i := range b.Ports {
+		p := &b.Ports[i]
+		w.text(p.Port, p.Listener, p.Route)
+		w.number(uint64(len(p.To)))
+		for _, to := range p.To {
+			w.text(to.Service.Namespace, to.Service.Name, to.Refused)
+			w.number(uint64(to.Port), uint64(to.Weight))
+		}
+	}
 }
 
 // slice writes a slice, but for when its last change began.
