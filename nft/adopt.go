@@ -566,6 +566,10 @@ func (m *Model) Whole(set SetID) (out ipfamily.Per[[]Element]) {
 		return out
 	}
 	for name, s := range m.services {
+		if set == RefusedShares {
+			s.eachShare(func(p *port, i poolIndex) { out[p.id.family] = append(out[p.id.family], p.shareElement(i)) })
+			continue
+		}
 		for i := range s.sources {
 			for _, c := range s.sources[i].ranges {
 				out[i] = append(out[i], sourcesElement(name, s.sources[i].id, c))

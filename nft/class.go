@@ -10,7 +10,7 @@ import (
 // makes the kernel check the whole table, and whoever changes data does not.
 //
 // When a pool gets another class, so do the elements of its frontends. If it has more than directFrontends, they have
-// no class, which leads to SharedPool, and the element of Pools has it.
+// no class, which leads to SharedPool, and the element of Pools has it. So it is if the pool refuses a share.
 //
 // There are few classes, so no tenant can use them up. Chains for up to exactSizes slots choose among exactly as many.
 // Others choose among up to a quarter more, and again if they hit upon a slot that nobody has.

@@ -86,6 +86,8 @@ type pool struct {
 	// verdict is the chain for a pool without a choice: NoEndpoints, NoLocalEndpoints, PassOn, LeftToIPVS; NoChain means
 	// that nftables chooses an endpoint.
 	verdict ChainKind
+	// refused is how many of dataplane.RefusedOf connections are refused before an endpoint is chosen.
+	refused uint16
 	// hash says which hash of the client is its slot; NoHash means that the slot is random.
 	hash dataplane.Hash
 	// repeats says that endpoints may have several slots.
@@ -176,6 +178,7 @@ func compilePort(sp *dataplane.ServicePort, limit int) *port {
 			pl.verdict = LeftToIPVS
 		case len(from.Endpoints) > 0:
 			pl.fill(poolID{p.id, poolIndex(i)}, from.Endpoints, sp.Hash, limit)
+			pl.refused = from.Refused
 		case from.Empty == dataplane.Drop:
 			pl.verdict = NoLocalEndpoints
 		case from.Empty == dataplane.Pass:
@@ -266,7 +269,9 @@ func (p *port) slotSet(i poolIndex) SetID {
 func (p *port) memberSet() SetID { return StickyEndpoints.counted(p.counting.endpoints()) }
 
 // inPools reports whether a pool has an element of Pools.
-func (p *port) inPools(i poolIndex) bool { return p.crowded && p.pools[i].used }
+func (p *port) inPools(i poolIndex) bool {
+	return (p.crowded || p.pools[i].refused > 0) && p.pools[i].used
+}
 
 // poolElement returns the pool's element of Pools.
 func (p *port) poolElement(i poolIndex) Element {
@@ -297,10 +302,28 @@ func (p *port) chain(i poolIndex) ChainID {
 
 // frontendChain returns the chain to which the frontends of a pool lead.
 func (p *port) frontendChain(i poolIndex) ChainID {
-	if p.crowded {
+	if p.inPools(i) {
 		return SharedPool.id()
 	}
 	return p.chain(i)
+}
+
+// eachShare calls do for the pools that refuse a share.
+func (s *service) eachShare(do func(*port, poolIndex)) {
+	for _, p := range s.ports {
+		for i := range numPools {
+			if p.pools[i].refused > 0 {
+				do(p, i)
+			}
+		}
+	}
+}
+
+// shareElement returns the element that has the share which a pool refuses.
+func (p *port) shareElement(i poolIndex) Element {
+	e := shareElement(p.pools[i].id, p.pools[i].refused)
+	e.Comment = p.comment
+	return e
 }
 
 // pickKinds are the chains that choose, by the pool's hash, among endpoints with counters.

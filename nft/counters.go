@@ -115,6 +115,8 @@ func (m *Model) Fill() (out ipfamily.Per[Fill]) {
 // any.
 func Refuses(chain ChainKind, set string) (dataplane.Refusal, bool) {
 	switch {
+	case set == RefusedShares.String():
+		return dataplane.RefusedNoEndpoints, true
 	case chain == FirstEndpoint, chain == UncountedFirstEndpoint, chain == Split, chain == SharedPool,
 		set == Services.String(), set == UncountedServices.String():
 		return dataplane.RefusedOvertaken, true

@@ -291,9 +291,11 @@ func (c *consistency) checkFrontends() {
 			led[id] = leads
 		}
 	}
-	for i := range c.elements[Pools] {
-		if e := &c.elements[Pools][i]; led[e.ID()] != SharedPool.id() {
-			c.report(e, "no frontend leads there")
+	for _, set := range [...]SetID{Pools, RefusedShares} {
+		for i := range c.elements[set] {
+			if e := &c.elements[set][i]; led[e.ID()] != SharedPool.id() {
+				c.report(e, "no frontend leads there")
+			}
 		}
 	}
 }

@@ -1,6 +1,7 @@
 package nft
 
 import (
+	"bytes"
 	"encoding/binary"
 	"fmt"
 	"math/bits"
@@ -49,6 +50,10 @@ func (e *Element) Data() []byte { return e.data[:e.DataLen] }
 // KeyEnd gives the last key of an Interval set's element.
 func (e *Element) KeyEnd(f ipfamily.Family) []byte {
 	end := e.key
+	if e.Set == RefusedShares {
+		copy(end[4:], e.data[:4])
+		return end[:e.KeyLen]
+	}
 	last := end[int(e.KeyLen)-f.AddrLen() : e.KeyLen]
 	for bit := int(e.Bits); bit < 8*len(last); bit++ {
 		last[bit/8] |= 0x80 >> (bit % 8)
@@ -159,6 +164,15 @@ func sourceElement(id uint32, p netip.Prefix) Element {
 	return e
 }
 
+// shareElement gives the element that has a pool refuse some of dataplane.RefusedOf connections, at least one: those
+// with the first numbers. The last of them is the element's data, and to the kernel the end of its key.
+func shareElement(id uint32, refused uint16) Element {
+	e := Element{Set: RefusedShares, KeyLen: 8, DataLen: 4}
+	binary.BigEndian.PutUint32(e.key[:], id)
+	binary.BigEndian.PutUint32(e.data[:], uint32(refused)-1)
+	return e
+}
+
 // ElementFrom makes an element from what the kernel lists: keyEnd only where the key holds a range, data and chain only
 // in maps. A verdict that leads to no chain of ours becomes NoChain. It is not ok if a key or data has not the length
 // the set's fields have.
@@ -170,7 +184,13 @@ func ElementFrom(f ipfamily.Family, set SetID, key, keyEnd, data []byte, chain, 
 	e = Element{Set: set, KeyLen: uint8(copy(e.key[:], key)), DataLen: uint8(copy(e.data[:], data)), Comment: comment}
 	copy(e.key[:], key)
 	copy(e.data[:], data)
-	if s.Interval {
+	switch {
+	case set == RefusedShares:
+		e.DataLen = uint8(copy(e.data[:], key[4:]))
+		if len(keyEnd) == len(key) {
+			copy(e.data[:], keyEnd[4:])
+		}
+	case s.Interval:
 		e.Bits = uint8(8 * f.AddrLen())
 		if len(keyEnd) == len(key) {
 			e.Bits = sharedBits(key[len(key)-f.AddrLen():], keyEnd[len(key)-f.AddrLen():])
@@ -203,10 +223,10 @@ func sharedBits(a, b []byte) uint8 {
 	return uint8(n)
 }
 
-// ID gives the id that the key of an element begins with. In a set of ranges it is in network order, as nft has all
+// ID gives the id that the key of an element begins with. In the sets of ranges it is in network order, as nft has all
 // there.
 func (e *Element) ID() uint32 {
-	if e.Set == SourceRanges {
+	if e.Set == SourceRanges || e.Set == RefusedShares {
 		return binary.BigEndian.Uint32(e.key[:4])
 	}
 	return binary.NativeEndian.Uint32(e.key[:4])
@@ -256,7 +276,10 @@ func (e *Element) Text(f ipfamily.Family, s *Set) string { return e.text(f, s, "
 func (e *Element) text(f ipfamily.Family, s *Set, extra string) string {
 	var b strings.Builder
 	b.WriteString(fieldValues(f, s.Key, e.Key(), s.order()))
-	if s.Interval && int(e.Bits) < 8*f.AddrLen() {
+	switch last := e.data[:4]; {
+	case s.ID == RefusedShares && !bytes.Equal(last, e.key[4:8]):
+		fmt.Fprintf(&b, "-%d", binary.BigEndian.Uint32(last))
+	case s.Interval && s.ID != RefusedShares && int(e.Bits) < 8*f.AddrLen():
 		fmt.Fprintf(&b, "/%d", e.Bits)
 	}
 	b.WriteString(extra)
@@ -306,7 +329,7 @@ func fieldValue(field Field, b []byte, order binary.ByteOrder) string {
 	case Mark:
 		return fmt.Sprintf("0x%08x", binary.NativeEndian.Uint32(b))
 	}
-	return strconv.FormatUint(uint64(binary.NativeEndian.Uint32(b)), 10)
+	return strconv.FormatUint(uint64(order.Uint32(b)), 10)
 }
 
 // bigEndian gives a word in the host's byte order as bytes that compare by its value.
@@ -316,6 +339,10 @@ func bigEndian(b []byte) []byte {
 
 // holds says whether an element of a set of ranges holds a key.
 func (e *Element) holds(key *Element, f ipfamily.Family) bool {
+	if e.Set == RefusedShares {
+		at := key.key[4:8]
+		return e.ID() == key.ID() && bytes.Compare(e.key[4:8], at) <= 0 && bytes.Compare(at, e.data[:4]) <= 0
+	}
 	n := int(e.KeyLen) - f.AddrLen()
 	if key.KeyLen != e.KeyLen || string(e.key[:n]) != string(key.key[:n]) {
 		return false

@@ -33,7 +33,8 @@ func (t *fakeTable) apply(tt *TableTxn) error {
 	}
 	for set, elements := range tt.Del {
 		for _, e := range elements {
-			if held, ok := t.sets[set][string(e.Key())]; !ok || held.Bits != e.Bits {
+			if held, ok := t.sets[set][string(e.Key())]; !ok || held.Bits != e.Bits ||
+				SetID(set) == RefusedShares && held.data != e.data {
 				return fmt.Errorf("delete %v: it is not there", e.describe(t.family))
 			}
 			delete(t.sets[set], string(e.Key()))

@@ -61,6 +61,7 @@ const (
 	Accepted
 	Forsaken
 	Retried
+	RefusedShares
 	// NumSets is how many there are.
 	NumSets
 )
@@ -72,7 +73,7 @@ var setNames = [...]string{
 	"hairpin", "remember", "timeouts", "sticky-services", "outside-sticky-services", "sticky-endpoints",
 	"uncounted-sticky-endpoints", "affinity", "scheduled", "revision", "digests", "retry-services",
 	"unanswered-by", "refused-by", "shared-ranges", "unhealthy-endpoints", "settings", "answered-by",
-	"accepted", "forsaken", "retried",
+	"accepted", "forsaken", "retried", "refused-shares",
 }
 
 func (s SetID) String() string { return setNames[s] }
@@ -242,6 +243,7 @@ var (
 	wholeKey    = Concat{Fields: []Field{Priority}}
 	classKey    = Concat{Fields: []Field{PoolClass}}
 	affinityKey = Concat{Fields: []Field{PoolNumber, SourceBucket}, Mod: AffinityBuckets}
+	shareKey    = Concat{Fields: []Field{Priority, RandomSlot}, Mod: dataplane.RefusedOf}
 	target      = []Field{DestAddr, DestPort}
 	protocols   = [...]Protocol{snapshot.TCP, snapshot.UDP, snapshot.SCTP}
 )
@@ -286,7 +288,7 @@ func (u Uses) With(sets ...SetID) Uses {
 
 // optional are the sets that no rule looks up while they are empty.
 var optional = [...]SetID{
-	UncountedServices, Hairpin, Remember, OutsideStickyServices, Scheduled, RetryServices,
+	UncountedServices, Hairpin, Remember, OutsideStickyServices, Scheduled, RetryServices, RefusedShares,
 }
 
 // StructureOf returns what a state asks of a family's table, except what follows from its elements.
@@ -395,6 +397,8 @@ func otherSets() []Set {
 			"client . endpoint that accepted its connection within the last minutes"),
 		evidenceSet(Forsaken, pairKey, EvidenceSize, "client . endpoint that accepted it before, and does not now"),
 		evidenceSet(Retried, senderKey, EvidenceSize, "clients whose refused connection is tried again"),
+		{ID: RefusedShares, Key: shareKey.Fields, Interval: true,
+			Comment: "pools that refuse a share of connections . which of 10,000 draws those are"},
 	}
 }
 
@@ -429,7 +433,7 @@ func layout(f ipfamily.Family, s Structure) Table {
 		Chain{ID: MasqueradeAll.id(), Comment: "externalTrafficPolicy Cluster",
 			Rules: []Rule{{ClearPriority{}}, {Masquerade{}}}},
 		masqueradeFromNode(s),
-		split(s), restrict(), sharedPool(), unallocated())
+		split(s), restrict(), sharedPool(s), unallocated())
 	for _, k := range addressKinds {
 		t.Chains = append(t.Chains, unusedPorts(s, k))
 	}
@@ -520,13 +524,16 @@ func restrict() Chain {
 	}}
 }
 
-// sharedPool finds the class of a pool that has many frontends. Without any, it has been overtaken by a change: the
-// client sends the packet again.
-func sharedPool() Chain {
-	return Chain{ID: SharedPool.id(), Comment: "pools of many frontends", Rules: []Rule{
-		{SetPriority{Key: wholeKey, Map: Pools}, VerdictMap{Key: classKey, Map: PoolPicks}},
-		{Counter{}, Drop{}},
-	}}
+// sharedPool finds the class of a pool that has many frontends, or refuses a share of connections, which it does before
+// an endpoint is chosen. Without any class, it has been overtaken by a change: the client sends the packet again.
+func sharedPool(s Structure) Chain {
+	c := Chain{ID: SharedPool.id(), Comment: "pools of many frontends, or with a refused share"}
+	if s.Uses.Has(RefusedShares) {
+		c.Rules = []Rule{{SetLookup{Key: shareKey, Set: RefusedShares}, Counter{}, Goto{NoEndpoints.id()}}}
+	}
+	c.Rules = append(c.Rules, Rule{SetPriority{Key: wholeKey, Map: Pools}, VerdictMap{Key: classKey, Map: PoolPicks}},
+		Rule{Counter{}, Drop{}})
+	return c
 }
 
 // split finds the pool of frontends that have one for clients from outside, and another for pods and this node. Without

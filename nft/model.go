@@ -497,7 +497,9 @@ func (p *planner) create() {
 			tt.Add[set] = append(tt.Add[set], elements...)
 		}
 		// The kernel lists ranges in the order in which they were added: use the order in which nft loads them.
-		slices.SortFunc(tt.Add[SourceRanges], func(a, b Element) int { return bytes.Compare(a.Key(), b.Key()) })
+		for _, set := range [...]SetID{SourceRanges, RefusedShares} {
+			slices.SortFunc(tt.Add[set], func(a, b Element) int { return bytes.Compare(a.Key(), b.Key()) })
+		}
 		tm.revision = p.number(tm.revision)
 		tt.Add[RevisionSet] = []Element{p.m.Revision(f).element()}
 		tt.Add[DigestSet] = tm.digests.elements()

@@ -68,6 +68,7 @@ func FuzzPlanEqualsFull(f *testing.F) {
 		delta := w.Host()
 		for step := range int(steps) {
 			change, _ := planner.Apply(snap, snap.Apply(delta))
+			refuseSome(w, planner.State(), change.Services)
 			for n, left := 0, true; left; n++ {
 				txn := planSome(w, &model, planner.State(), change, int(limit))
 				if err := kernel.apply(txn); err != nil {
@@ -113,6 +114,22 @@ func FuzzPlanEqualsFull(f *testing.F) {
 			delta = w.Step()
 		}
 	})
+}
+
+// refuseSome has pools of some Services refuse a share.
+func refuseSome(w snapshottest.Cluster, s *dataplane.State, names []snapshot.Name) {
+	for _, name := range names {
+		if s.Services[name] == nil {
+			continue
+		}
+		for _, sp := range s.Services[name].Ports {
+			for _, pl := range [...]*dataplane.Pool{sp.Cluster, sp.Local} {
+				if len(pl.Endpoints) > 0 && w.IntN(3) == 0 {
+					pl.Refused = uint16(1 + w.IntN(dataplane.RefusedOf-1))
+				}
+			}
+		}
+	}
 }
 
 // planSome plans a part of a change, now and then only what goes ahead of the rest, and now and then once more.

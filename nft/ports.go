@@ -85,6 +85,7 @@ func (p *planner) pool(f ipfamily.Family, old, want *port, i poolIndex) {
 		func() Element { return want.poolElement(i) })
 	p.element(f, old.sticky(i), want.sticky(i),
 		func() Element { return old.rememberElement(i) }, func() Element { return want.rememberElement(i) })
+	p.share(f, old, want, i)
 	p.members(f, old, want, i)
 	p.unhealthy(f, old, want, i)
 	had, has := op.slots, wp.slots
@@ -104,6 +105,14 @@ func (p *planner) pool(f ipfamily.Family, old, want *port, i poolIndex) {
 			p.replace(f, old.slotElement(i, n, had[n]), want.slotElement(i, n, has[n]))
 		}
 	}
+}
+
+// share plans the change of the share that a pool refuses.
+func (p *planner) share(f ipfamily.Family, old, want *port, i poolIndex) {
+	planned := p.planned
+	p.element(f, old.pools[i].refused > 0, want.pools[i].refused > 0, func() Element { return old.shareElement(i) },
+		func() Element { return want.shareElement(i) })
+	p.planned += (rangeCost - 1) * (p.planned - planned)
 }
 
 // element plans the change of an element that may be there before and after.

@@ -8,12 +8,12 @@ import (
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 )
 
-// rangeCost is how many other elements a source range counts for in the limit of a transaction. The kernel's sets with
+// rangeCost is how many other elements a source range, or a refused share, counts for in the limit of a transaction. The kernel's sets with
 // ranges take time for each element that is added or deleted, which grows with all ranges in the set: a millisecond and
 // more with ten thousand, ten on a busy host. A transaction as such costs little beside that.
 const rangeCost = 1024
 
-// rangesChange is what a change of a Service's source ranges counts for in the limit of a transaction.
+// rangesChange is what a change of a Service's source ranges, and of refused shares, counts for in the limit of a transaction.
 func (s *service) rangesChange(want *dataplane.Service) (n int) {
 	var now ipfamily.Per[[]netip.Prefix]
 	if want != nil {
@@ -30,7 +30,35 @@ func (s *service) rangesChange(want *dataplane.Service) (n int) {
 			n += rangeCost * (len(old) + len(now[i]))
 		}
 	}
-	return n
+	return n + 2*rangeCost*s.changedShares(want)
+}
+
+// changedShares counts the pools of which a Service is to refuse another share.
+func (s *service) changedShares(want *dataplane.Service) (n int) {
+	held := map[poolID]uint16{}
+	s.eachShare(func(p *port, i poolIndex) { held[poolID{p.id, i}] = p.pools[i].refused })
+	if want != nil {
+		for _, sp := range want.Ports {
+			family := ipfamily.Of(sp.Frontends[0].Key.Addr)
+			for i, pl := range [...]*dataplane.Pool{clusterPool: sp.Cluster, localPool: sp.Local} {
+				id := poolID{portID{sp.Name, family}, poolIndex(i)}
+				if pl.Refused > 0 && leadsTo(sp, pl) {
+					if held[id] != pl.Refused {
+						n++
+					}
+					delete(held, id)
+				}
+			}
+		}
+	}
+	return n + len(held)
+}
+
+// leadsTo reports whether a frontend of a port leads to a pool.
+func leadsTo(sp *dataplane.ServicePort, pl *dataplane.Pool) bool {
+	return slices.ContainsFunc(sp.Frontends, func(f dataplane.Frontend) bool {
+		return slices.ContainsFunc(f.Routes, func(r dataplane.Route) bool { return r.Pool == pl })
+	})
 }
 
 // ranges returns the next version of source ranges, as far as there is room. Both lists are sorted and hold no range

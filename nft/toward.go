@@ -104,6 +104,9 @@ func (t *transition) port(old, want *port) *port {
 			case !moves: // otherwise there is room
 				t.slots(&old.pools[i], &next.pools[i])
 			}
+			if was := old.pools[i].refused; next.pools[i].refused != was && !t.reserve(rangeCost) {
+				next.pools[i].refused = was
+			}
 		}
 		t.room -= old.leadsElsewhere(&next)
 	}

@@ -197,9 +197,9 @@ func (c *portCompiler) rule(before, text, after string) rule {
 // row adds a row for a key. Match, if any, restricts who it is for.
 func (c *portCompiler) row(list listID, k dataplane.Key, match, text, target string) {
 	before, after := keyMatch(k)
-	fallback := text == c.name+notOpen || list == filterFirewall && match == ""
+	fallback := match == "" && (list == filterFirewall || list == filterExternal && target == drop)
 	c.out.rows = append(c.out.rows, row{list, rowKey(k.Addr, k.Protocol, k.Port), fallback,
-		c.rule(match+before, text, after+target)})
+		c.rule(orderMatches(match, before), text, after+target)})
 }
 
 // poolChain names the chain that chooses from a pool.
@@ -214,7 +214,7 @@ func (c *portCompiler) poolChain(p *dataplane.Pool) string {
 func (c *portCompiler) verdict(p *dataplane.Pool) (text, target string) {
 	switch p.Empty {
 	case dataplane.Drop:
-		return c.name + " has no local endpoints", " -j DROP"
+		return c.name + " has no local endpoints", drop
 	case dataplane.Pass:
 		return c.name + " passes without local endpoints", " -j RETURN"
 	}
@@ -230,6 +230,9 @@ func (c *portCompiler) internal(frontends []*dataplane.Frontend) map[*dataplane.
 			text, target := c.verdict(pool)
 			c.row(filterServices, f.Key, "", text, target)
 			continue
+		}
+		if pool.Refused > 0 {
+			c.row(filterServices, f.Key, "", c.name+someRefused, c.reject(c.sp.Name.Protocol))
 		}
 		text := c.name + " cluster IP"
 		c.row(natServices, f.Key, "", text, " -j "+c.poolChain(pool))
@@ -266,11 +269,15 @@ func (c *portCompiler) external(frontends []*dataplane.Frontend) {
 	rest := routes[len(routes)-1].Pool
 	text, target := c.verdict(rest)
 	passed, firewalled := len(rest.Endpoints) == 0 && rest.Empty == dataplane.Pass, false
+	refuses := slices.ContainsFunc(routes, func(r dataplane.Route) bool { return r.Pool.Refused > 0 })
 	for _, f := range frontends {
 		if served {
 			firewalled = c.externalRow(f) || firewalled
 		}
-		if served && f.Sources != nil && len(rest.Endpoints) == 0 && rest.Empty != dataplane.Drop &&
+		if refuses {
+			c.refusedShares(f)
+		}
+		if served && f.Sources != nil && (refuses || len(rest.Endpoints) == 0 && rest.Empty != dataplane.Drop) &&
 			len(f.Sources)*len(frontends) <= maxRefusals { // the firewall leaves them alone, so that they get their answer
 			for _, s := range f.Sources {
 				c.row(filterFirewall, f.Key, " -s "+prefixText(s), c.name+" loadbalancer IP", " -j RETURN")
@@ -284,7 +291,7 @@ func (c *portCompiler) external(frontends []*dataplane.Frontend) {
 					c.row(filterExternal, f.Key, " -s "+prefixText(s), text, target)
 				}
 			}
-			c.row(filterExternal, f.Key, "", c.name+notOpen, " -j DROP")
+			c.row(filterExternal, f.Key, "", c.name+notOpen, drop)
 		default:
 			c.row(filterExternal, f.Key, "", text, target)
 		}
@@ -294,6 +301,27 @@ func (c *portCompiler) external(frontends []*dataplane.Frontend) {
 	}
 	if firewalled {
 		c.firewall(frontends)
+	}
+}
+
+// refusedShares writes the rows that reject what a frontend's pools refuse. What other routes do not translate, and do
+// not reject either, is told apart by the sender.
+func (c *portCompiler) refusedShares(f *dataplane.Frontend) {
+	reject, text := c.reject(c.sp.Name.Protocol), c.name+someRefused
+	if rest := f.Routes[len(f.Routes)-1].Pool; len(rest.Endpoints) > 0 {
+		c.row(filterExternal, f.Key, "", text, reject)
+		return
+	}
+	for _, r := range f.Routes {
+		switch {
+		case r.Pool.Refused == 0:
+		case r.From == dataplane.Node:
+			c.row(filterExternal, f.Key, "", text, fromNode+reject)
+		default:
+			if match, none := podsMatch(c.pods, false); !none {
+				c.row(filterExternal, f.Key, match, text, reject)
+			}
+		}
 	}
 }
 
@@ -307,7 +335,7 @@ func (c *portCompiler) externalRow(f *dataplane.Frontend) (firewalled bool) {
 		c.row(natServices, f.Key, "", c.name+" loadbalancer IP", " -j "+extPrefix+c.hash)
 	case f.Kind == dataplane.LoadBalancerIP:
 		c.row(natServices, f.Key, "", c.name+" loadbalancer IP", " -j "+fwPrefix+c.hash)
-		c.row(filterFirewall, f.Key, "", c.name+" traffic not accepted by "+fwPrefix+c.hash, " -j DROP")
+		c.row(filterFirewall, f.Key, "", c.name+" traffic not accepted by "+fwPrefix+c.hash, drop)
 		return true
 	case f.Kind != dataplane.NodePort:
 		panic("iptshim: no row for a frontend of the kind " + f.Kind.String())
@@ -407,7 +435,11 @@ func (c *portCompiler) pool(p *dataplane.Pool, masquerade []rule) {
 		left += ep.Share()
 	}
 	slices.SortFunc(choices, func(a, b choice) int { return strings.Compare(a.text, b.text) })
-	rules := masquerade
+	var rules []rule
+	if p.Refused > 0 { // it stays as it is, and rows of the filter table reject it
+		rules = []rule{c.rule("", c.name+someRefused, randomly(int(p.Refused), dataplane.RefusedOf)+" -j ACCEPT")}
+	}
+	rules = append(rules, masquerade...)
 	if c.sp.Affinity > 0 {
 		seconds := strconv.Itoa(int(c.sp.Affinity / time.Second))
 		for _, ch := range choices {
@@ -418,12 +450,17 @@ func (c *portCompiler) pool(p *dataplane.Pool, masquerade []rule) {
 	for i, ch := range choices {
 		after := " -j " + ch.chain
 		if i < len(choices)-1 {
-			after = " -m statistic --mode random --probability " + probability(ch.share, left) + after
+			after = randomly(ch.share, left) + after
 		}
 		left -= ch.share
 		rules = append(rules, c.rule("", c.name+" -> "+ch.text, after))
 	}
 	c.chain(c.poolChain(p), rules)
+}
+
+// randomly matches a share of n packets.
+func randomly(share, n int) string {
+	return " -m statistic --mode random --probability " + probability(share, n)
 }
 
 // probability gives a share of n as the kernel has it, which counts in parts of 2^31, and iptables-save prints it.
@@ -452,6 +489,11 @@ const maxRefusals = 256
 
 // notOpen is said of load balancer addresses with source ranges and without endpoints.
 const notOpen = " is not open to everybody"
+
+// someRefused is said of service ports of which some backends have no endpoints, so that their share is refused.
+const someRefused = " has backends without endpoints"
+
+const drop = " -j DROP"
 
 // noSuchPort is said of cluster IPs, for the ports that the Service does not have.
 const noSuchPort = " has no such port"

@@ -62,10 +62,11 @@ func portOf(steps []*packets.Step, protocol snapshot.Protocol) (n dataplane.Port
 
 // causeOf says why, as far as the rules tell.
 func causeOf(list []packets.Outcome) dataplane.Cause {
+	if slices.ContainsFunc(list, func(o packets.Outcome) bool { return o.Verdict == packets.Sent }) {
+		return dataplane.FrontendFound
+	}
 	for _, o := range list {
 		switch by := o.Last.Decided(); {
-		case o.Verdict == packets.Sent:
-			return dataplane.FrontendFound
 		case o.Verdict == packets.Untouched:
 			continue
 		case by.Chain == loopbackChain:

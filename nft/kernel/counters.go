@@ -221,7 +221,7 @@ func (c *Counters) Endpoints(of []dataplane.FrontendCount, members func(dataplan
 }
 
 // Refused reads how many packets rules have rejected or dropped. Packets to frontends without endpoints are counted at
-// the frontends.
+// the frontends, and only those of a refused share here.
 func (c *Counters) Refused() ([]dataplane.RefusedCount, error) {
 	if err := c.ready(); err != nil {
 		return nil, err
@@ -242,8 +242,8 @@ func (c *Counters) Refused() ([]dataplane.RefusedCount, error) {
 	var out []dataplane.RefusedCount
 	for i, f := range ipfamily.All {
 		for _, r := range [...]dataplane.Refusal{
-			dataplane.RefusedSourceRanges, dataplane.RefusedUnusedPort, dataplane.RefusedUnallocated,
-			dataplane.RefusedOvertaken,
+			dataplane.RefusedNoEndpoints, dataplane.RefusedSourceRanges, dataplane.RefusedUnusedPort,
+			dataplane.RefusedUnallocated, dataplane.RefusedOvertaken,
 		} {
 			out = append(out, dataplane.RefusedCount{Family: f, Refusal: r, Packets: packets[i][r]})
 		}

@@ -369,7 +369,7 @@ func (b *batch) element(f ipfamily.Family, e *nft.Element, whole bool) {
 	start := b.Nest(unix.NFTA_LIST_ELEM)
 	b.value(unix.NFTA_SET_ELEM_KEY, e.Key())
 	switch e.Set {
-	case nft.SourceRanges:
+	case nft.SourceRanges, nft.RefusedShares:
 		b.value(nftaSetElemKeyEnd, e.KeyEnd(f))
 	case nft.ServiceCIDRs, nft.SharedRanges:
 		b.Close(start)
@@ -379,7 +379,7 @@ func (b *batch) element(f ipfamily.Family, e *nft.Element, whole bool) {
 	if whole {
 		if e.Chain.Kind != nft.NoChain {
 			b.Append(b.verdict(e.Chain)...)
-		} else if data := e.Data(); len(data) > 0 {
+		} else if data := e.Data(); len(data) > 0 && e.Set != nft.RefusedShares {
 			b.value(unix.NFTA_SET_ELEM_DATA, data)
 		}
 		if len(b.counts) > 0 {

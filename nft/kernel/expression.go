@@ -200,17 +200,18 @@ func lookup(f ipfamily.Family, key nft.Concat, m nft.SetID) []expr.Any {
 }
 
 // loadFor loads a key for a set. Where that has ranges, the kernel's own numbers are in network order.
-func loadFor(f ipfamily.Family, key nft.Concat, set nft.SetID) []expr.Any {
-	out := load(f, key, 0)
-	if nft.SetByID(set).Interval && key.Fields[0] == nft.Priority {
-		order := &expr.Byteorder{
-			Op:             expr.ByteorderHton,
-			SourceRegister: register(0),
-			DestRegister:   register(0),
-			Len:            4,
-			Size:           4,
+func loadFor(f ipfamily.Family, key nft.Concat, set nft.SetID) (out []expr.Any) {
+	if !nft.SetByID(set).Interval {
+		return load(f, key, 0)
+	}
+	word := 0
+	for _, field := range key.Fields {
+		out = append(out, load(f, nft.Concat{Fields: []nft.Field{field}, Mod: key.Mod}, word)...)
+		if field == nft.Priority || field == nft.RandomSlot {
+			out = append(out, &expr.Byteorder{Op: expr.ByteorderHton, SourceRegister: register(word),
+				DestRegister: register(word), Len: 4, Size: 4})
 		}
-		out = slices.Insert(out, 1, expr.Any(order))
+		word += words(f, []nft.Field{field})
 	}
 	return out
 }

@@ -174,8 +174,12 @@ func TestTwoWritersOneListing(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			st, _ := dataplane.Compute(cfg, cluster(rand.New(rand.NewPCG(7, 7)), 12, true))
 			withoutAffinity, _ := dataplane.Compute(cfg, cluster(rand.New(rand.NewPCG(7, 7)), 12, false))
-			retryAll(st)
-			retryAll(withoutAffinity)
+			for _, s := range []*dataplane.State{st, withoutAffinity} {
+				retryAll(s)
+				for _, svc := range s.Services {
+					refuse(svc.Ports...)
+				}
+			}
 			for _, n := range labtest.Nfts(t) {
 				loadable := withoutAffinity
 				if n.LoadsWideUpdates() {

@@ -391,16 +391,17 @@ func (b *Backend) inspectWhole() (found []string, err error) {
 func sameElements(f ipfamily.Family, s *nft.Set, listed []nft.Listed, want []nft.Element) (found []string) {
 	type element struct {
 		key, comment string
+		data         string
 		bits         uint8
 		chain        nft.ChainID
 	}
 	there := make(map[element]bool, len(listed))
 	for i := range listed {
 		l := &listed[i]
-		there[element{string(l.Key()), l.Comment, l.Bits, l.Chain}] = true
+		there[element{string(l.Key()), l.Comment, string(l.Data()), l.Bits, l.Chain}] = true
 	}
 	for i := range want {
-		if w := &want[i]; !there[element{string(w.Key()), w.Comment, w.Bits, w.Chain}] {
+		if w := &want[i]; !there[element{string(w.Key()), w.Comment, string(w.Data()), w.Bits, w.Chain}] {
 			found = append(found, fmt.Sprintf("%s %s: %s { %s } is gone", f.NFT(), nft.TableName, s.Name(), w.Text(f, s)))
 		}
 	}

@@ -74,7 +74,12 @@ func (x *tracing) elements(set string, keys [][]byte) ([]packets.Element, error)
 			ask = append(ask, e)
 		}
 	}
-	if len(ask) > 0 {
+	switch {
+	case len(ask) > 1 && nft.SetByID(id).Interval:
+		if err := x.within(id, ask); err != nil {
+			return nil, err
+		}
+	case len(ask) > 0:
 		found, err := x.from.Get(x.Table.Family, id, ask)
 		if err != nil {
 			return nil, err
@@ -94,6 +99,18 @@ func (x *tracing) elements(set string, keys [][]byte) ([]packets.Element, error)
 		}
 	}
 	return out, nil
+}
+
+// within reads the ranges that hold some keys, all of one pool.
+func (x *tracing) within(set nft.SetID, keys []nft.Element) error {
+	ranges, _, err := x.from.List(x.Table.Family, set)
+	ranges = slices.DeleteFunc(ranges, func(l nft.Listed) bool { return l.ID() != keys[0].ID() })
+	for i := range keys {
+		if l, ok := nft.Holding(x.Table.Family, ranges, &keys[i]); ok {
+			x.read[elementRead{set.String(), string(keys[i].Key())}] = &l
+		}
+	}
+	return err
 }
 
 func (x *tracing) element(l *nft.Listed) packets.Element {

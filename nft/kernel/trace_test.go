@@ -57,11 +57,17 @@ func TestTraceAgreesWithExplain(t *testing.T) {
 			snap.Apply(snapshot.Delta{HostAddrs: &here})
 		}
 		st, _ := dataplane.Compute(cfg, snap)
+		for _, svc := range st.Services {
+			refuse(svc.Ports...)
+		}
 		replay := replayOf(t, st)
 		tables := ipfamily.Per[*TableFound]{replay.held[0].found(ipfamily.IPv4), replay.held[1].found(ipfamily.IPv6)}
 		for _, k := range keysOf(st, r) {
 			q := question(r, snap, k)
 			x, f := dataplane.Explain(cfg, snap, q), ipfamily.Of(k.Addr)
+			if x.Port != nil {
+				refuse(x.Port)
+			}
 			p := dataplane.Packet{Source: q.Source, Destination: k.Addr, Protocol: k.Protocol, Port: k.Port,
 				Interface: q.Interface}
 			w, unclear, err := tables[f].walk(replay, p, nodeOf(snap))

@@ -46,8 +46,11 @@ func (t *Trace) Disagreements(x *Explanation) []Disagreement {
 	for _, c := range x.Endpoints {
 		taken[c.AddrPort] = taken[c.AddrPort] || c.Reason.Included()
 	}
+	refused := x.refused()
 	for _, e := range t.Endings {
 		switch {
+		case e.Outcome == Rejected && e.alike(refused, RefusedOf, refused > 0):
+			refused = 0
 		case e.Outcome != Sent:
 			out = append(out, Disagreement{Objects: want.String(),
 				Kernel: fmt.Sprintf("%s in %d of %d cases", e.Outcome, e.Share, e.Of)})
@@ -55,12 +58,19 @@ func (t *Trace) Disagreements(x *Explanation) []Disagreement {
 			remembered = e.Remember
 		}
 	}
+	if refused > 0 {
+		out = append(out, Disagreement{Objects: fmt.Sprintf("%s in %d of %d cases", Rejected, refused, RefusedOf),
+			Kernel: want.String()})
+	}
 	if remembered != x.Port.Affinity {
 		out = append(out, Disagreement{Affinity: true, Objects: rememberText(x.Port.Affinity),
 			Kernel: rememberText(remembered)})
 	}
 	return append(out, t.endpointDisagreements(x)...)
 }
+
+// refused is how many of RefusedOf connections the packet's pool refuses.
+func (x *Explanation) refused() int { return int(x.Frontend.Routes[x.Row].Pool.Refused) }
 
 func rememberText(d time.Duration) string {
 	if d == 0 {
@@ -86,18 +96,21 @@ func (t *Trace) endpointDisagreements(x *Explanation) (out []Disagreement) {
 			total += c.Share()
 		}
 	}
+	rounded := x.refused() > 0 || x.Port.Hash != NoHash
+	total *= RefusedOf
 	for _, c := range x.Endpoints {
 		has, held := endings[c.AddrPort]
 		if !c.Reason.Included() {
 			continue
 		}
+		share := c.Share() * (RefusedOf - x.refused())
 		delete(endings, c.AddrPort)
 		switch {
 		case !held && !stuck:
 			out = append(out, Disagreement{Endpoint: c.AddrPort, Objects: there, Kernel: not})
-		case held && !stuck && !has.alike(c.Share(), total, c.Weight > 0 || x.Port.Hash != NoHash):
-			out = append(out, Disagreement{Endpoint: c.AddrPort,
-				Objects: fmt.Sprintf("%d of %d connections", c.Share(), total), Kernel: fmt.Sprintf("%d of %d", has.Share, has.Of)})
+		case held && !stuck && !has.alike(share, total, c.Weight > 0 || rounded):
+			out = append(out, Disagreement{Endpoint: c.AddrPort, Objects: shareText(share, total),
+				Kernel: fmt.Sprintf("%d of %d", has.Share, has.Of)})
 		case held && has.Masquerade != c.SourceSeen.Node():
 			out = append(out, Disagreement{Endpoint: c.AddrPort, Objects: seesText(c.SourceSeen.Node()),
 				Kernel: seesText(has.Masquerade)})
@@ -108,6 +121,14 @@ func (t *Trace) endpointDisagreements(x *Explanation) (out []Disagreement) {
 	}
 	slices.SortStableFunc(out, func(a, b Disagreement) int { return a.Endpoint.Compare(b.Endpoint) })
 	return out
+}
+
+// shareText says a share of connections in few figures.
+func shareText(share, total int) string {
+	if share%RefusedOf == 0 {
+		return fmt.Sprintf("%d of %d connections", share/RefusedOf, total/RefusedOf)
+	}
+	return fmt.Sprintf("%.4g %% of connections", 100*float64(share)/float64(total))
 }
 
 // alike reports whether the chance is a share of a total. A rounded one may be off by less than one of the parts into

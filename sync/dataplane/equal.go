@@ -58,7 +58,7 @@ func (sp *ServicePort) which(p *Pool) poolName {
 }
 
 func (p *Pool) equal(o *Pool) bool {
-	return p == o || p.Empty == o.Empty && p.RetryRefused == o.RetryRefused &&
+	return p == o || p.Empty == o.Empty && p.RetryRefused == o.RetryRefused && p.Refused == o.Refused &&
 		slices.Equal(p.Endpoints, o.Endpoints) && slices.EqualFunc(p.Ejected, o.Ejected, equalUnhealthy) &&
 		slices.EqualFunc(p.Kept, o.Kept, equalUnhealthy)
 }

@@ -134,14 +134,20 @@ func OutcomeOf(endings []Ending) string {
 	return text
 }
 
-// Bound gives the ending of a sender who is remembered: the only one there is then.
+// Bound gives the ending of a sender who is remembered: the only one there is then, beside a refused share.
 func (t *Trace) Bound() (e Ending, ok bool) { return bound(t.Endings) }
 
 func bound(endings []Ending) (e Ending, ok bool) {
-	if len(endings) == 1 && endings[0].Outcome == Sent && endings[0].Remembered {
-		return endings[0], true
+	for _, end := range endings {
+		switch {
+		case end.Outcome == Rejected: // of a refused share
+		case ok || end.Outcome != Sent || !end.Remembered:
+			return Ending{}, false
+		default:
+			e, ok = end, true
+		}
 	}
-	return e, false
+	return e, ok
 }
 
 // Chains gives the chains whose rules decided, in the packet's order.

@@ -147,18 +147,23 @@ func (o *objects) endpoints(p packets.Packet, fe *frontend, r *dataplane.Route, 
 	for _, ep := range r.Pool.Endpoints {
 		total += uint64(max(ep.Weight, 1))
 	}
-	out := make([]packets.Outcome, 0, len(r.Pool.Endpoints))
+	served := packets.NewChance(dataplane.RefusedOf-uint64(r.Pool.Refused), dataplane.RefusedOf)
+	out, refusals := make([]packets.Outcome, 0, len(r.Pool.Endpoints)+1), 0
+	if r.Pool.Refused > 0 {
+		out, refusals = append(out, ends(p, packets.Rejected)...), 1
+		out[0].Chance = packets.NewChance(uint64(r.Pool.Refused), dataplane.RefusedOf)
+	}
 	for _, ep := range r.Pool.Endpoints {
 		own := ep.Local && ep.Addr() == p.Source.Addr()
 		onHost := p.Interface != "" && slices.Contains(o.host, ep.Addr())
 		x := packets.Outcome{Ending: packets.Ending{Verdict: packets.Sent, To: ep.AddrPort,
-			Masqueraded: !onHost && (own || r.SNAT)}, Chance: packets.NewChance(uint64(max(ep.Weight, 1)), total)}
+			Masqueraded: !onHost && (own || r.SNAT)}, Chance: served.Times(packets.NewChance(uint64(max(ep.Weight, 1)), total))}
 		if fe.port.Affinity > 0 {
 			x.Memory, x.Remembered = ep.AddrPort, uint32(fe.port.Affinity/time.Second)
 		}
 		if m == any(ep.AddrPort) {
-			x.Chance, x.Recalled = packets.Certain, true
-			return []packets.Outcome{x}, nil
+			x.Chance, x.Recalled = served, true
+			return append(out[:refusals], x), nil
 		}
 		out = append(out, x)
 	}
@@ -182,7 +187,7 @@ func (o *objects) digest() (sum [sha256.Size]byte) {
 					fmt.Fprintln(h, r.From, r.SNAT, r.Pool == sp.Local, r.Pool.Empty)
 				}
 			}
-			fmt.Fprintln(h, sp.Cluster.Endpoints, sp.Local.Endpoints)
+			fmt.Fprintln(h, sp.Cluster.Endpoints, sp.Cluster.Refused, sp.Local.Endpoints, sp.Local.Refused)
 		}
 	}
 	h.Sum(sum[:0])

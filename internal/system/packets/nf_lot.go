@@ -35,20 +35,27 @@ func (c *nfChain) prepare() {
 }
 
 // lotIn returns the place behind the lot of a rule that does nothing else before, and behind that nothing but look it
-// up and end with what it finds; 0 if there is none.
+// up and end with what it finds, or if it finds it; 0 if there is none.
 func lotIn(ops []nfOp) int {
 	lot := slices.IndexFunc(ops, func(op nfOp) bool { return op.kind == opLot || op.isLot })
 	if lot < 0 || lot+1 == len(ops) {
 		return 0
 	}
 	for _, op := range ops[:lot] {
-		if op.kind != opMeta && op.kind != opPayload && op.kind != opBitwise {
+		if op.kind != opMeta && op.kind != opPayload && op.kind != opBitwise && op.kind != opByteorder {
 			return 0
 		}
 	}
-	look, rest := &ops[lot+1], ops[lot+2:]
-	ends := len(rest) == 1 && rest[0].kind == opNAT || len(rest) == 0
-	if !ends || look.kind != opLookup || !look.isMap || look.inverted || look.set.dynamic() ||
+	at := lot + 1
+	if ops[at].kind == opByteorder && ops[at].source == ops[lot].dest && ops[at].dest == ops[lot].dest && at+1 < len(ops) {
+		at++
+	}
+	look, rest := &ops[at], ops[at+1:]
+	ends := len(rest) == 0
+	if len(rest) == 1 {
+		ends = look.isMap && rest[0].kind == opNAT || !look.isMap && rest[0].kind == opVerdict
+	}
+	if !ends || look.kind != opLookup || look.inverted || look.set.dynamic() ||
 		ops[lot].dest < look.source || ops[lot].dest >= look.source+look.n {
 		return 0
 	}
@@ -112,8 +119,15 @@ func (w *walker) draws(m *machine, op *nfOp, r *nfRule) (list []draw, err error)
 		return list, nil
 	}
 	look := &r.ops[m.op]
+	turned := look.kind == opByteorder
+	if turned {
+		look = &r.ops[m.op+1]
+	}
 	key := func(v uint32) []byte {
 		m.load(op.dest, native32(v+uint32(op.offset)))
+		if turned {
+			slices.Reverse(m.regs[op.dest : op.dest+4])
+		}
 		return m.regs[look.source : look.source+look.n]
 	}
 	find := func(v uint32) *nfElement { return look.set.find(key(v)) }
@@ -137,13 +151,13 @@ func (w *walker) draws(m *machine, op *nfOp, r *nfRule) (list []draw, err error)
 			}
 			continue
 		}
-		i, known := at[string(e.data)]
-		if !known || e.data == nil || e.odd != "" {
+		i, known := at[string(e.data)+e.odd]
+		if !known || look.isMap && (e.data == nil || e.odd != "") {
 			i, list = len(list), append(list, draw{value: v})
-			at[string(e.data)] = i
+			at[string(e.data)+e.odd] = i
 		}
 		list[i].n++
-		if keys != nil {
+		if keys != nil && (look.isMap || list[i].n == 1) { // a range has one element for many values
 			list[i].keys = append(list[i].keys, keys[v])
 		}
 	}

@@ -1,0 +1,254 @@
+package kernel
+
+import (
+	"context"
+	"fmt"
+	"hash/fnv"
+	"math"
+	"net/netip"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/verdict-proxy/verdict/internal/lab"
+	"github.com/verdict-proxy/verdict/internal/lab/labtest"
+	"github.com/verdict-proxy/verdict/internal/system/ipfamily"
+	"github.com/verdict-proxy/verdict/nft"
+	"github.com/verdict-proxy/verdict/sync/dataplane"
+	"github.com/verdict-proxy/verdict/sync/snapshot"
+)
+
+// refuse has pools of some ports refuse a share that follows from the port's name.
+func refuse(ports ...*dataplane.ServicePort) {
+	for _, sp := range ports {
+		h := fnv.New32a()
+		h.Write([]byte(sp.Name.String()))
+		for i, p := range [...]*dataplane.Pool{sp.Cluster, sp.Local} {
+			if share := h.Sum32() >> i % (2 * dataplane.RefusedOf); share < dataplane.RefusedOf && len(p.Endpoints) > 0 {
+				p.Refused = uint16(share)
+			}
+		}
+	}
+}
+
+// refuseShare has all pools with endpoints refuse a share.
+func refuseShare(st *dataplane.State, share uint16) *dataplane.State {
+	for _, svc := range st.Services {
+		for _, sp := range svc.Ports {
+			for _, p := range [...]*dataplane.Pool{sp.Cluster, sp.Local} {
+				if len(p.Endpoints) > 0 {
+					p.Refused = share
+				}
+			}
+		}
+	}
+	return st
+}
+
+// plausible reports whether k of n tries may succeed that each do with a chance: one correct test in 10^9 has fewer, or
+// more.
+func plausible(k, n int, chance float64) bool {
+	log := func(i int) float64 {
+		all, _ := math.Lgamma(float64(n + 1))
+		some, _ := math.Lgamma(float64(i + 1))
+		others, _ := math.Lgamma(float64(n - i + 1))
+		return all - some - others + float64(i)*math.Log(chance) + float64(n-i)*math.Log1p(-chance)
+	}
+	below, above := 0.0, 0.0
+	for i := range n + 1 {
+		if i <= k {
+			below += math.Exp(log(i))
+		}
+		if i >= k {
+			above += math.Exp(log(i))
+		}
+	}
+	return min(below, above) > 0.5e-9
+}
+
+// sharesCase is a way of choosing an endpoint, before which a share is refused.
+type sharesCase struct {
+	name   string
+	change func(*snapshot.Service)
+	// number is that of the Service: those with an even one have many frontends.
+	number int
+	kind   dataplane.Kind
+}
+
+var sharesCases = []sharesCase{
+	{"random", asIs, 1, dataplane.ClusterIP},
+	{"many frontends", asIs, 2, dataplane.ClusterIP},
+	{"affinity", func(s *snapshot.Service) { s.Affinity = time.Hour }, 3, dataplane.ClusterIP},
+	{"hash", func(s *snapshot.Service) { s.Scheduling = &snapshot.Scheduling{Scheduler: snapshot.Hash, Port: true} }, 5,
+		dataplane.ClusterIP},
+	{"policy Local", func(s *snapshot.Service) { s.ExternalLocal = true }, 7, dataplane.ExternalIP},
+	{"source ranges", func(s *snapshot.Service) {
+		s.SourceRanges = []netip.Prefix{netip.MustParsePrefix("0.0.0.0/0"), netip.MustParsePrefix("::/0")}
+	}, 9, dataplane.LoadBalancerIP},
+}
+
+// TestRefusedShares: of the connections to a frontend, as large a share is refused as it should be, whoever chooses
+// the endpoints of the others; no packet goes on without an endpoint.
+func TestRefusedShares(t *testing.T) {
+	c, b := proxied(t, lab.Config{LocalPods: 3, RemotePods: 3})
+	counters := openCounters(t, c.Node)
+	for number, test := range sharesCases {
+		for n, share := range []uint16{1, 2000, 5000, 9999} {
+			if n != number%4 && number > 0 {
+				continue
+			}
+			s := flowService{number: test.number, state: both}
+			st := refuseShare(oneState(c, s, test.change), share)
+			applyOnlyState(t, b, st)
+			from := c.Pods[2]
+			if test.kind != dataplane.ClusterIP {
+				from = c.Outside
+			}
+			for _, f := range ipfamily.All {
+				at := s.frontendOf(c, test.kind, f)
+				n := 4000
+				if few := share == 1 && f == ipfamily.IPv4 || share == 9999 && f == ipfamily.IPv6; few && number == 0 {
+					n = 300_000 // of which 0 would be too few
+				}
+				checkShare(t, c, counters, st, from, at, n, fmt.Sprintf("%s, %v", test.name, f))
+			}
+		}
+	}
+	quiet(t, b)
+}
+
+// checkShare sends datagrams to a frontend.
+func checkShare(t *testing.T, c *lab.Cluster, counters *Counters, st *dataplane.State, from *lab.Host,
+	at netip.AddrPort, n int, what string,
+) {
+	t.Helper()
+	share, most := 0, 50_000
+	for _, svc := range st.Services {
+		share = int(svc.Ports[0].Cluster.Refused)
+	}
+	read := func() int { return int(countAll(t, counters, st).refused[dataplane.RefusedNoEndpoints]) }
+	sent, served, refused := 0, 0, -read()
+	labtest.Check(t, c.Node.Sysctl("net/netfilter/nf_conntrack_udp_timeout", "1"))
+	for ; n > 0; n -= most {
+		forgetFlows(t, c.Node)
+		arrived, translated := countArrivals(t, c.Node, at), countTranslated(t, c.Node, ipfamily.Of(at.Addr()))
+		spray(t, []*lab.Host{from}, ipfamily.Of(at.Addr()), at, min(n, most))
+		sent, served = sent+arrived(), served+translated()
+	}
+	refused += read()
+	t.Logf("%s, %d of %d: %d sent, %d refused, %d served", what, share, dataplane.RefusedOf, sent, refused, served)
+	if refused+served != sent || sent == 0 {
+		t.Errorf("%s, %d: %d packets are neither refused nor translated", what, share, sent-refused-served)
+	}
+	if !plausible(refused, sent, float64(share)/dataplane.RefusedOf) {
+		t.Errorf("%s, %d: %d of %d are refused", what, share, refused, sent)
+	}
+}
+
+// applyOnlyState has a backend hold a State instead of any other.
+func applyOnlyState(t *testing.T, b *Backend, st *dataplane.State) {
+	t.Helper()
+	names := b.model.Names()
+	for name := range st.Services {
+		names = append(names, name)
+	}
+	_, err := b.ApplyAll(st, dataplane.Change{Services: names, Globals: true})
+	labtest.Check(t, err)
+}
+
+// countTranslated counts the first packets that leave a host, or stay there, for an endpoint, from now on.
+func countTranslated(t testing.TB, h *lab.Host, f ipfamily.Family) func() int {
+	t.Helper()
+	labtest.Run(t, h, fmt.Sprintf(`table %[1]s translated
+		delete table %[1]s translated
+		table %[1]s translated {
+			chain c { type filter hook postrouting priority 300; udp dport %[2]d ct status dnat ct direction original counter; }
+		}`, f.NFT(), targetPort), "nft", "-f", "-")
+	return func() int {
+		text := labtest.Run(t, h, "", "nft", "list", "table", f.NFT(), "translated")
+		_, text, _ = strings.Cut(text, "counter packets ")
+		var n int
+		_, err := fmt.Sscan(text, &n)
+		labtest.Check(t, err)
+		return n
+	}
+}
+
+// TestRefusedTCP: a client of a refused share gets a reset at once, and the others are answered.
+func TestRefusedTCP(t *testing.T) {
+	const dials = 400
+	c, b := proxied(t, lab.Config{LocalPods: 3, RemotePods: 3})
+	s := flowService{number: 1, state: both}
+	for _, f := range ipfamily.All {
+		apply(t, b, refuseShare(oneState(c, s, asIs), 5000))
+		to, outcomes := s.frontendOf(c, dataplane.ClusterIP, f), map[lab.Outcome]int{}
+		for range dials {
+			outcomes[c.Pods[2].Dial(snapshot.TCP, to, lab.Options{Timeout: 10 * time.Second}).Outcome]++
+		}
+		if outcomes[lab.Answered]+outcomes[lab.Refused] != dials || !plausible(outcomes[lab.Refused], dials, 0.5) {
+			t.Errorf("%v: %v", f, outcomes)
+		}
+	}
+}
+
+// TestSharesChangeUnderLoad changes a share, or has it come and go, as fast as the kernel takes it, while clients connect
+// all the time. Nobody hangs, and nobody is refused whose draw is in neither share.
+func TestSharesChangeUnderLoad(t *testing.T) {
+	for _, shares := range [][2]uint16{{0, 1}, {2000, 6000}} {
+		t.Run(fmt.Sprint(shares), func(t *testing.T) {
+			c, b := proxied(t, lab.Config{LocalPods: 3, RemotePods: 3})
+			s := flowService{number: 1, state: both}
+			states := [2]*dataplane.State{refuseShare(oneState(c, s, asIs), shares[0]),
+				refuseShare(oneState(c, s, asIs), shares[1])}
+			apply(t, b, states[0])
+			to := s.frontendOf(c, dataplane.ClusterIP, ipfamily.IPv4)
+			var outcomes [4]atomic.Int64
+			var clients sync.WaitGroup
+			ctx, stop := context.WithCancel(t.Context())
+			for _, from := range []*lab.Host{c.Node, c.Node2, c.Pods[2]} {
+				clients.Go(func() {
+					for ctx.Err() == nil {
+						outcomes[from.Dial(snapshot.TCP, to, lab.Options{Timeout: 10 * time.Second}).Outcome].Add(1)
+					}
+				})
+			}
+			for i := range 4000 {
+				_, err := b.ApplyAll(states[(i+1)%2], dataplane.Change{Services: []snapshot.Name{s.name()}})
+				labtest.Check(t, err)
+			}
+			stop()
+			clients.Wait()
+			answered, refused := outcomes[lab.Answered].Load(), outcomes[lab.Refused].Load()
+			t.Logf("%d answered, %d refused", answered, refused)
+			if n := outcomes[lab.TimedOut].Load() + outcomes[lab.Failed].Load(); n > 0 {
+				t.Errorf("%d hang or fail, %d are answered", n, answered)
+			}
+			all, most := int(answered+refused), float64(shares[1])/dataplane.RefusedOf
+			if float64(refused) > most*float64(all) && !plausible(int(refused), all, most) || all < 1000 {
+				t.Errorf("%d of %d are refused", refused, all)
+			}
+			quiet(t, b)
+		})
+	}
+}
+
+// TestRefusedShareIsListed: every nft lists the rule and the ranges as Verdict prints them; somebody else's range is
+// found and corrected; and a new process writes nothing.
+func TestRefusedShareIsListed(t *testing.T) {
+	c, b := proxied(t, lab.Config{LocalPods: 2, RemotePods: 1})
+	st := refuseShare(oneState(c, flowService{number: 1, state: both}, asIs), 2000)
+	apply(t, b, st)
+	for _, n := range labtest.Nfts(t) {
+		text := labtest.Run(t, c.Node, "", n.Path, "list", "table", "ip", nft.TableName)
+		if !strings.Contains(text, " . 0-1999 comment \"flows/s1:") ||
+			!strings.Contains(text, "meta priority . numgen random mod 10000 @refused-shares counter packets 0 bytes 0 goto no-") {
+			t.Errorf("%s: %s", n.Path, text)
+		}
+	}
+	b = open(t, c.Node, Options{})
+	if r, err := b.Apply(st, dataplane.Change{}); err != nil || r.Added+r.Removed+r.Replaced > 0 {
+		t.Errorf("a new process writes: %+v, %v", r, err)
+	}
+}
