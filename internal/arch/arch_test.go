@@ -26,6 +26,7 @@ var floors = [][]string{
 	{"nft", "ipvsplugin"}, // from decisions to the kernel
 	{"internal/proxy"},    // what runs on a node
 	{"internal/answers"},  // what people ask
+	{"internal/gateway"},  // the controller of Gateway API
 	{"internal/lab"},      // where things are tried
 	{"cmd", "conformance", "deploy"},
 }
@@ -48,6 +49,7 @@ var narrow = map[string][]string{
 	"internal/proxy/takeover":    {"internal/system"},
 	"internal/answers/inspect":   {"internal/answers/records", "internal/system", "internal/proxy", "sync"},
 	"internal/answers/records":   {"internal/system", "internal/proxy/flows"},
+	"internal/gateway/routes":    {"internal/system", "sync/snapshot"},
 	"internal/lab":               {"internal/lab", "internal/system", "sync/snapshot"},
 	"internal/lab/benchmark":     {"internal/lab", "internal/system", "nft", "sync"},
 	"internal/lab/demo":          {"internal", "nft", "sync"},
@@ -89,13 +91,14 @@ var owners = map[string][]string{
 	"gopkg.in/natefinch":         {"internal/proxy/flows"},
 	"go.opentelemetry.io/proto":  {"internal/proxy/flows"},
 	"google.golang.org/protobuf": {"internal/proxy/flows", "sync/watch"},
-	"k8s.io": {"internal/answers/cluster", "internal/answers/collector", "internal/lab/control",
-		"sync/watch"},
-	"k8s.io/apimachinery":   {"internal/proxy/config"},
-	"k8s.io/component-base": {"internal/proxy/config"},
-	"k8s.io/kube-proxy":     {"internal/proxy/config"},
-	"k8s.io/utils":          {"internal/system/sloppy"},
-	"sigs.k8s.io/yaml":      {"internal/proxy/config"},
+	"k8s.io": {"internal/answers/cluster", "internal/answers/collector", "internal/gateway",
+		"internal/lab/control", "sync/watch"},
+	"k8s.io/apimachinery":     {"internal/proxy/config"},
+	"k8s.io/component-base":   {"internal/proxy/config"},
+	"k8s.io/kube-proxy":       {"internal/proxy/config"},
+	"k8s.io/utils":            {"internal/system/sloppy"},
+	"sigs.k8s.io/gateway-api": {"internal/gateway"},
+	"sigs.k8s.io/yaml":        {"internal/proxy/config"},
 }
 
 func TestFloors(t *testing.T) {
