@@ -12,6 +12,7 @@ import (
 	"golang.org/x/sync/errgroup"
 
 	"github.com/verdict-proxy/verdict/internal/answers/collector"
+	"github.com/verdict-proxy/verdict/internal/gateway"
 	"github.com/verdict-proxy/verdict/internal/proxy/config"
 	"github.com/verdict-proxy/verdict/internal/proxy/health"
 	"github.com/verdict-proxy/verdict/internal/proxy/metrics"
@@ -20,10 +21,12 @@ import (
 	"github.com/verdict-proxy/verdict/sync/watch"
 )
 
-// collectOptions are what the command line of collect says.
+// collectOptions are what the command line of collect, or of gateway, says.
 type collectOptions struct {
 	kubeconfig, identity, lease, daemonSet, account, listen, advertise, metrics string
 	json                                                                        bool
+	// gateway has the process that leads be the controller of Gateway API, too.
+	gateway bool
 }
 
 func newCollect() *cobra.Command {
@@ -41,8 +44,14 @@ its certificate. Nodes present the token of their ServiceAccount, which the API 
 docs/CLUSTER.md describes the answers, and the rights that collect needs.`,
 		Example: "  verdict collect --advertise-address $(POD_IP) --identity $(POD_NAME)",
 		Args:    noArgs(""),
-		RunE:    func(cmd *cobra.Command, _ []string) error { return o.run(cmd.Context()) },
 	}
+	o.bind(cmd)
+	return cmd
+}
+
+// bind gives a command the flags.
+func (o *collectOptions) bind(cmd *cobra.Command) {
+	cmd.RunE = func(cmd *cobra.Command, _ []string) error { return o.run(cmd.Context()) }
 	f := cmd.Flags()
 	f.StringVar(&o.kubeconfig, "kubeconfig", "", "kubeconfig file of the API server (default: the cluster this runs in)")
 	f.StringVar(&o.identity, "identity", "", "name of this process, such as that of its pod (default: the host's name)")
@@ -55,7 +64,6 @@ docs/CLUSTER.md describes the answers, and the rights that collect needs.`,
 	f.StringVar(&o.metrics, "metrics-bind-address", ":10267", "address and port of /metrics and /healthz; empty: disabled")
 	f.BoolVar(&o.json, "json-log", false, "write the log as JSON")
 	_ = cmd.MarkFlagRequired("advertise-address")
-	return cmd
 }
 
 // options checks the flags.
@@ -108,11 +116,19 @@ func (o *collectOptions) run(ctx context.Context) error {
 			Questions: s.Questions, Accepted: s.Accepted, Refused: s.Refused}
 	}, collector.Outcomes)
 	options.Observe = shown.ObserveWait
+	if o.gateway {
+		controller, err := gateway.New(options.Client, options.Log, shown.ObserveProgrammed)
+		if err != nil {
+			return err
+		}
+		options.Lead = controller.Lead
+		shown.AddGateways(func() metrics.GatewayStats { return metrics.GatewayStats(controller.Stats()) })
+	}
 	if c, err = collector.New(options); err != nil {
 		return err
 	}
 	options.Log.Info("starting the collector", "version", node.Version(), "identity", options.Identity,
-		"address", options.Advertise, "daemonset", o.daemonSet)
+		"address", options.Advertise, "daemonset", o.daemonSet, "gateways", o.gateway)
 	server := health.Server{Name: "metrics", Addr: o.metrics, Log: options.Log, Handler: shown.Handler()}
 	group, ctx := errgroup.WithContext(ctx)
 	group.Go(func() error { return c.Run(ctx) })

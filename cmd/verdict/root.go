@@ -82,6 +82,7 @@ with them. The tables are called "verdict"; "nft list table ip verdict" shows on
   verdict cleanup                   remove everything that Verdict wrote on this node
   verdict takeover                  remove what a kube-proxy left on this node, as run does
   verdict collect                   run the collector that answers /everywhere requests
+  verdict gateway                   run the controller of Gateway API, and the collector with it
   verdict bench                     measure cold starts, changes and churn
   verdict version                   show the version, and what this kernel supports
 
@@ -97,7 +98,7 @@ verify, compare and plan: 0 equal, 1 different, 2 error.`,
 	}
 	root.AddCommand(newDemo(), newRun(), newRender(), newExplain(), newDiff(), newPlan(), newComparePackets(), newVerify(),
 		newTop(), newStatus(), newServices(), newFlows(), newBundle(), newProbe(),
-		newLedgerLog(), newCleanup(), newTakeover(), newCollect(), newBench(), newVersion())
+		newLedgerLog(), newCleanup(), newTakeover(), newCollect(), newGateway(), newBench(), newVersion())
 	setHelp(root)
 	completeWords(root)
 	return root

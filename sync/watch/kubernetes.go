@@ -527,7 +527,7 @@ func (l *lister) result(ctx context.Context, verb string, err error) {
 	}
 	refused := l.onRefused != nil &&
 		(apierrors.IsNotFound(err) || apierrors.IsForbidden(err) || apierrors.IsMethodNotSupported(err))
-	if cause := rootCause(err); cause != l.cause || time.Since(l.reportedAt) >= repeatInterval && !refused {
+	if cause := RootCause(err); cause != l.cause || time.Since(l.reportedAt) >= repeatInterval && !refused {
 		l.cause, l.reportedAt = cause, time.Now()
 		if u := (*url.Error)(nil); errors.As(err, &u) {
 			err = u.Err // the URL has a random timeout in it and says nothing new
@@ -544,8 +544,8 @@ func (l *lister) result(ctx context.Context, verb string, err error) {
 	}
 }
 
-// rootCause returns the text of the innermost error, which unlike those around it has no local port in it.
-func rootCause(err error) string {
+// RootCause returns the text of the innermost error, which unlike those around it has no local port in it.
+func RootCause(err error) string {
 	for {
 		inner := errors.Unwrap(err)
 		if inner == nil {

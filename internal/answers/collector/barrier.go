@@ -56,15 +56,18 @@ type service struct {
 	began time.Time
 }
 
-// waiter is a request of a node.
+// waiter is a request of a node, or of this process.
 type waiter struct {
 	service *service
-	stream  *stream
-	id      uint64
-	begin   time.Time
-	until   time.Time
-	timer   *time.Timer
-	leave   func()
+	// stream is the node's, and id its number of the request. Without them the waiter is this process's, and reply holds
+	// one answer.
+	stream *stream
+	id     uint64
+	reply  chan everywhere.Answer
+	begin  time.Time
+	until  time.Time
+	timer  *time.Timer
+	leave  func()
 	// deleting are the pods of the Service on the asking node that are being deleted; learned says that they are known.
 	// The slices must not say any more that they are ready.
 	deleting []podID
@@ -189,22 +192,46 @@ func (b *barrier) wait(s *stream, asked *everywhere.Wait) {
 		s.Close()
 		return
 	}
-	now := time.Now()
 	timeout := min(time.Duration(asked.Milliseconds)*time.Millisecond, everywhere.MaxTimeout)
-	w := &waiter{stream: s, id: asked.ID, begin: now, until: now.Add(timeout), why: "the API has not been read yet"}
+	b.begin(&waiter{stream: s, id: asked.ID}, n, timeout)
+}
+
+// askHere waits as a node does, for this process; an answer without a round says Why, and ends with ctx.
+func (b *barrier) askHere(ctx context.Context, n snapshot.Name, timeout time.Duration) everywhere.Answer {
+	w := &waiter{reply: make(chan everywhere.Answer, 1), learned: true}
+	b.begin(w, n, timeout)
+	select {
+	case a := <-w.reply:
+		return a
+	case <-ctx.Done():
+		b.abandon(w)
+		return everywhere.Answer{Why: ctx.Err().Error()}
+	}
+}
+
+// begin has a waiter wait for a Service, if there is room.
+func (b *barrier) begin(w *waiter, n snapshot.Name, timeout time.Duration) {
+	now := time.Now()
+	w.begin, w.until, w.why = now, now.Add(timeout), "the API has not been read yet"
 	crowded := everywhere.Answer{Why: "too many wait in the cluster"}
 	b.mu.Lock() // before Enter: a waiter may lose its place at once, and evict must find it complete
-	ok := s.waits[w.id] == nil && len(s.waits) < maxOfNode && s.mayWait(now)
+	s, ok := w.stream, true
+	if s != nil {
+		ok = s.waits[w.id] == nil && len(s.waits) < maxOfNode && s.mayWait(now)
+	}
 	if ok { // otherwise it would take somebody's place for nothing
 		w.leave, ok = b.room.Enter(n.Namespace, func() { b.answer(w, crowded, outcomeCrowded) })
 	}
 	if !ok {
+		w.done = true
 		b.count(w, outcomeCrowded)
 		b.mu.Unlock()
 		b.send(w, crowded)
 		return
 	}
-	s.waits[w.id] = w
+	if s != nil {
+		s.waits[w.id] = w
+	}
 	svc := b.services[n]
 	if svc == nil {
 		svc = &service{name: n}
@@ -517,8 +544,18 @@ func (b *barrier) expire(w *waiter) {
 // cancel takes a request back.
 func (b *barrier) cancel(s *stream, id uint64) {
 	b.mu.Lock()
+	w := s.waits[id]
+	b.mu.Unlock()
+	if w != nil {
+		b.abandon(w)
+	}
+}
+
+// abandon ends a wait that nobody wants an answer to, unless it has ended.
+func (b *barrier) abandon(w *waiter) {
+	b.mu.Lock()
 	defer b.mu.Unlock()
-	if w := s.waits[id]; w != nil {
+	if !w.done {
 		b.forget(w)
 		b.count(w, outcomeAbandoned)
 	}
@@ -538,6 +575,10 @@ func (b *barrier) answer(w *waiter, a everywhere.Answer, outcome string) {
 }
 
 func (b *barrier) send(w *waiter, a everywhere.Answer) {
+	if w.stream == nil {
+		w.reply <- a
+		return
+	}
 	_ = w.stream.Send(everywhere.FromCollector{Result: &everywhere.Result{ID: w.id, Answer: a}}, sendPatience)
 }
 
@@ -556,7 +597,9 @@ func (b *barrier) forget(w *waiter) {
 	w.done = true
 	w.timer.Stop()
 	w.leave()
-	delete(w.stream.waits, w.id)
+	if w.stream != nil {
+		delete(w.stream.waits, w.id)
+	}
 	if i := slices.Index(w.service.pending, w); i >= 0 {
 		w.service.pending = slices.Delete(w.service.pending, i, i+1)
 	}

@@ -17,7 +17,7 @@ import (
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
-// Options configure a Collector. All but Observe are required.
+// Options configure a Collector. All but Observe and Lead are required.
 type Options struct {
 	// Client reaches the API server.
 	Client *rest.Config
@@ -30,7 +30,13 @@ type Options struct {
 	Log               *slog.Logger
 	// Observe, if not nil, is told of each wait that ended: one of Outcomes, and how long it took.
 	Observe func(outcome string, took time.Duration)
+	// Lead, if not nil, runs while this process leads: until ctx is done, when it must return.
+	Lead func(ctx context.Context, ask Asker)
 }
+
+// Asker waits until all nodes hold what the API has of a Service, for so long at most: an everywhere.Answer says whether
+// they do, who is missing, or why it could not be learned. It is safe for concurrent use.
+type Asker func(ctx context.Context, service snapshot.Name, timeout time.Duration) everywhere.Answer
 
 // Collector is a process that leads, or waits to. Make one with New.
 type Collector struct {
@@ -80,6 +86,9 @@ func (c *Collector) Run(ctx context.Context) error {
 		var all sync.WaitGroup
 		defer all.Wait()
 		all.Go(func() { b.run(ctx) })
+		if c.o.Lead != nil {
+			all.Go(func() { c.o.Lead(ctx, b.askHere) })
+		}
 		if err := newHub(cert, newReviewer(c.reviews, c.o.Account), b, c.o.Log).serve(ctx, l); err != nil {
 			fail(err)
 		}

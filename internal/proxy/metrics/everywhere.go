@@ -42,6 +42,8 @@ type CollectorStats struct {
 type Collector struct {
 	registry *prometheus.Registry
 	waits    *prometheus.HistogramVec
+	// programmed is nil unless AddGateways was called.
+	programmed prometheus.Observer
 }
 
 // NewCollector returns a Collector that asks for what was counted at each scrape. Outcomes are those of ObserveWait.

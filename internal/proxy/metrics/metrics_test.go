@@ -624,6 +624,9 @@ func TestDocumented(t *testing.T) {
 		}
 	}
 	c := NewCollector(func() CollectorStats { return CollectorStats{} }, []string{"missing"})
+	c.AddGateways(func() GatewayStats {
+		return GatewayStats{Objects: map[string]int{"gateways": 1}, Writes: map[[2]string]uint64{{"services", "written"}: 1}}
+	})
 	collected, err := c.registry.Gather()
 	if err != nil {
 		t.Fatal(err)

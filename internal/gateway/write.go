@@ -1,0 +1,209 @@
+package gateway
+
+import (
+	"context"
+	"encoding/json"
+	"reflect"
+	"slices"
+	"strings"
+
+	corev1 "k8s.io/api/core/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
+	gatewayv1 "sigs.k8s.io/gateway-api/apis/v1"
+
+	"github.com/verdict-proxy/verdict/internal/gateway/routes"
+)
+
+// service writes what is missing of a Gateway's Service, and reports whether nothing was.
+//
+// What is granted is written before the backends that need it, and what is granted no more after the backends that
+// needed it, so that a change refuses no connection; unless the backends cannot be written.
+func (p *pass) service(g *routes.GatewayPlan) (written bool) {
+	has := p.world.services.known[g.ServiceName]
+	switch {
+	case g.Service == nil:
+		return true
+	case has == nil:
+		p.create(g.Service)
+		return false
+	case !routes.Owns(g.Object, has):
+		return false // somebody was faster: the next plan says so
+	case has.DeletionTimestamp != nil:
+		return false
+	}
+	want, differs := routes.MergeService(has, g.Service)
+	granted, grants := g.Granted, namesIn(&g.Granted)
+	hadGrants := namesIn(find(has.Status.Conditions, g.Granted.Type))
+	adds := slices.ContainsFunc(grants, func(n string) bool { return !slices.Contains(hadGrants, n) })
+	failed := p.writer.failureOf(ref{resource: services, name: g.ServiceName}) != nil
+	if differs && adds && !failed {
+		all := append(slices.Clone(grants), hadGrants...)
+		slices.Sort(all)
+		granted.Message = strings.Join(slices.Compact(all), " ")
+	}
+	if differs && (!adds || failed) {
+		p.update(has, want)
+	}
+	if differs && !adds && !failed {
+		return false
+	}
+	if conditions, differ := routes.MergeGranted(has, granted, p.now); differ {
+		now := has.Status
+		now.Conditions = conditions
+		status(p, p.world.services, services, has, has.Status, now)
+		return false
+	}
+	return !differs
+}
+
+// namesIn are the Services that a condition grants.
+func namesIn(c *metav1.Condition) []string {
+	if c == nil || c.Status != metav1.ConditionTrue {
+		return nil
+	}
+	return strings.Fields(c.Message)
+}
+
+func (p *pass) add(resource, sub string, name types.NamespacedName, basis string, do func(context.Context) error) {
+	p.jobs = append(p.jobs, job{ref{resource, sub, name}, basis, do})
+}
+
+func (p *pass) create(s *corev1.Service) {
+	body, err := json.Marshal(s)
+	if err != nil {
+		panic(err) // a Service can be written
+	}
+	p.add(services, "", nameOf(s), string(body), func(ctx context.Context) error {
+		made := &corev1.Service{}
+		err := p.api.core.Post().Namespace(s.Namespace).Resource(services).Body(body).Do(ctx).Into(made)
+		if err != nil {
+			return err
+		}
+		return p.world.services.Update(made)
+	})
+}
+
+func (p *pass) update(has, want *corev1.Service) {
+	put(p, p.world.services, services, "", has, has, want)
+}
+
+// remove deletes a Service, unless it has changed.
+func (p *pass) remove(s *corev1.Service) {
+	if s.DeletionTimestamp != nil {
+		return
+	}
+	body, err := json.Marshal(metav1.DeleteOptions{
+		TypeMeta:      metav1.TypeMeta{APIVersion: "v1", Kind: "DeleteOptions"},
+		Preconditions: &metav1.Preconditions{UID: &s.UID, ResourceVersion: &s.ResourceVersion}})
+	if err != nil {
+		panic(err) // as above
+	}
+	name := nameOf(s)
+	p.add(services, "", name, s.ResourceVersion, func(ctx context.Context) error {
+		err := p.api.core.Delete().Namespace(name.Namespace).Resource(services).Name(name.Name).Body(body).Do(ctx).Error()
+		if apierrors.IsNotFound(err) {
+			return nil
+		}
+		return err
+	})
+}
+
+// withStatus is an object as far as a patch of its status goes.
+type withStatus[S any] struct {
+	Status S `json:"status"`
+}
+
+// status writes an object's status.
+func status[T object, S any](p *pass, s *store[T], resource string, o T, has, want S) {
+	put(p, s, resource, "status", o, withStatus[S]{has}, withStatus[S]{want})
+}
+
+// put writes what differs between two values of an object, or of its subresource.
+func put[T object](p *pass, s *store[T], resource, sub string, o T, has, want any) {
+	body, err := patch(o.GetResourceVersion(), has, want)
+	if err != nil {
+		panic(err) // these are objects of the API
+	}
+	if body == nil {
+		return
+	}
+	client, name := p.world.clientOf(resource), nameOf(o)
+	p.add(resource, sub, name, o.GetResourceVersion(), func(ctx context.Context) error {
+		into := o.DeepCopyObject()
+		if err := p.api.send(ctx, client, resource, name, sub, body, into); err != nil {
+			return err
+		}
+		return s.Update(into)
+	})
+}
+
+// reasonProgrammed and reasonNotAccepted are reasons of a route's ProgrammedCondition; others are the Gateway's.
+const reasonProgrammed, reasonNotAccepted = "Programmed", "NotAccepted"
+
+// route writes what a route's parents say by now.
+func (p *pass) route(of *routes.RoutePlan) {
+	r := *of
+	r.Parents = slices.Clone(r.Parents)
+	for i := range r.Parents {
+		parent := &r.Parents[i]
+		s := p.shown[parent.Gateway]
+		c := metav1.Condition{Status: metav1.ConditionFalse, Reason: reasonNotAccepted}
+		if parent.Waits && s.programmed.Reason != "" {
+			c.Status, c.Reason, c.Message = s.programmed.Status, s.programmed.Reason, s.programmed.Message
+		}
+		has := entryOf(r.Status, &parent.Status)
+		if c.Status != metav1.ConditionTrue && parent.Waits && has != nil && saysSame(has.Conditions,
+			parent.Status.Conditions) {
+			c = *find(has.Conditions, ProgrammedCondition) // the route itself has not changed: its Gateway says the rest
+		}
+		mark(parent, c)
+	}
+	said := func(parent *routes.RouteParent) bool { return p.shown[parent.Gateway].said }
+	want, differs := routes.MergeRoute(&r, routes.ControllerName, said, p.now)
+	if !differs {
+		return
+	}
+	if want.Parents == nil {
+		want.Parents = []gatewayv1.RouteParentStatus{} // the field is required
+	}
+	switch o := r.Object.(type) {
+	case *gatewayv1.TCPRoute:
+		status(p, p.world.tcp, tcpRoutes, o, o.Status.RouteStatus, want)
+	case *gatewayv1.UDPRoute:
+		status(p, p.world.udp, udpRoutes, o, o.Status.RouteStatus, want)
+	}
+}
+
+// entryOf returns what a status has for a parent of ours; nil if there is nothing.
+func entryOf(s *gatewayv1.RouteStatus, want *gatewayv1.RouteParentStatus) *gatewayv1.RouteParentStatus {
+	for i := range s.Parents {
+		if e := &s.Parents[i]; e.ControllerName == want.ControllerName && reflect.DeepEqual(e.ParentRef, want.ParentRef) {
+			return e
+		}
+	}
+	return nil
+}
+
+// saysSame reports whether conditions are what is wanted, and have a ProgrammedCondition.
+func saysSame(has, want []metav1.Condition) bool {
+	for i := range want {
+		w, h := &want[i], find(has, want[i].Type)
+		if h == nil || h.Status != w.Status || h.Reason != w.Reason || h.Message != w.Message ||
+			h.ObservedGeneration != w.ObservedGeneration {
+			return false
+		}
+	}
+	return find(has, ProgrammedCondition) != nil
+}
+
+// mark gives a route's entry its ProgrammedCondition.
+func mark(parent *routes.RouteParent, c metav1.Condition) {
+	s := &parent.Status
+	c.Type, c.LastTransitionTime = ProgrammedCondition, metav1.Time{}
+	if len(s.Conditions) > 0 {
+		c.ObservedGeneration = s.Conditions[0].ObservedGeneration
+	}
+	s.Conditions = append(slices.Clone(s.Conditions), c)
+}
