@@ -47,7 +47,7 @@ const servicesText = `The worst come first:
   rejected     the kernel rejects it; what it accepted before stays programmed
   waiting      a change is not programmed yet
   unaddressed  other Services have its addresses
-  refuses      a port has no endpoint: connections are refused
+  refuses      a port, or a backend of it, has no endpoint: connections are refused
   drops        a port has no endpoint on this node, which its policy asks for
   ejects       an endpoint does not answer this node, or refuses
   unscheduled  it asks for IPVS, and nftables chooses

@@ -33,7 +33,8 @@ their endpoints, from the counters in the kernel's maps. Names and ejected endpo
 too, so top needs no objects. A Service's counter restarts at 0 when its first endpoint is added or
 its last one removed, because that replaces its element in the map.
 
-The heading shows the Node's name if the proxy answers at 127.0.0.1:10256, else the host's name.
+If the proxy answers at 127.0.0.1:10256, the heading shows the Node's name, else the host's, and
+Services of Gateways are named with these.
 
 While records are on (docs/FLOWS.md) and the proxy answers at 127.0.0.1:10249, top shows what clients
 sent and received a second, too: the average of the last whole minute, since records have no finer
@@ -91,11 +92,12 @@ func (o *topOptions) run(cmd *cobra.Command) error {
 	defer i.Close()
 	t := inspect.Top{Sampler: inspect.NewSampler(i), Service: o.service, Order: o.order, Interval: o.interval}
 	t.Sampler.Records, _ = metricsAddress("", "") // without it, top has no traffic
+	addr, _ := (&statusOptions{}).address()
+	t.Sampler.Health = addr
 	out, isFile := cmd.OutOrStdout().(*os.File)
 	if o.once || o.json || !isFile || !terminal.Obeys(out) || !terminal.Is(os.Stdin) {
 		return o.printOnce(cmd, &t)
 	}
-	addr, _ := (&statusOptions{}).address()
 	t.Node = inspect.NodeName(cmd.Context(), addr)
 	return t.Live(cmd.Context(), os.Stdin, out)
 }

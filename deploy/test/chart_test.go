@@ -89,7 +89,7 @@ func TestSchemaKnowsValues(t *testing.T) {
 		}
 	}
 	compare("/", known, values)
-	for _, name := range []string{"image", "apiServer", "collector", "monitoring"} {
+	for _, name := range []string{"image", "apiServer", "collector", "gateway", "monitoring"} {
 		compare(name, known[name].(map[string]any)["properties"].(map[string]any), values[name].(map[string]any))
 	}
 }
@@ -276,6 +276,7 @@ func TestNotes(t *testing.T) {
 		{anImage + "existingConfigMap: kube-proxy", "v1.37.1", "Keep that ConfigMap when you remove kube-proxy"},
 		{must + "sysctls: false", "v1.37.1", "sysctls is false"},
 		{must + "takeover: never", "v1.37.1", "takeover is never"},
+		{must + "gateway: {enabled: true}", "v1.37.1", "the cluster has no Gateway API"},
 		{must + "iptables: true", "v1.37.1", `must be the Dockerfile's "full"`},
 		{must + "updateStrategy: {type: OnDelete}", "v1.37.1", "updateStrategy has no surge"},
 		{must + "updateStrategy: {rollingUpdate: {maxSurge: 0, maxUnavailable: 1}}", "v1.37.1", "has no surge"},

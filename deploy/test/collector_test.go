@@ -79,24 +79,10 @@ func (a *collectorAPI) ServeHTTP(w http.ResponseWriter, q *http.Request) {
 func TestCollectorRights(t *testing.T) {
 	o, err := decode(kustomize(t, "../../test/testdata/collector"))
 	check(t, err)
-	var allowed []string
-	for _, rules := range [][]rbacv1.PolicyRule{
-		o["ClusterRole/verdict-collector"].(*rbacv1.ClusterRole).Rules, o["Role/verdict-collector"].(*rbacv1.Role).Rules,
-		o["Role/verdict-collector-nodes"].(*rbacv1.Role).Rules,
-	} {
-		for _, r := range rules {
-			for _, verb := range r.Verbs {
-				if a := request(verb, r.APIGroups[0], r.Resources[0]); !slices.Contains(allowed, a) {
-					allowed = append(allowed, a)
-				}
-			}
-		}
-	}
-	slices.Sort(allowed)
-	// Many nodes that are gone would be looked for by a list: that right is allowed, and not asked for here.
-	asked := append(collectorRequests(t), "list leases.coordination.k8s.io")
-	slices.Sort(asked)
-	if !slices.Equal(asked, allowed) {
+	allowed := collectorRights(o)
+	api := &collectorAPI{}
+	runCollector(t, "collect", api, func() { ask(t, api) })
+	if asked := askedOfCollector(api); !slices.Equal(asked, allowed) {
 		t.Errorf("allowed are %q; asked for are %q", allowed, asked)
 	}
 	pod := o["Deployment/verdict-collector"].(*appsv1.Deployment).Spec.Template.Spec
@@ -113,10 +99,35 @@ func TestCollectorRights(t *testing.T) {
 	}
 }
 
-// collectorRequests runs a collector until it has answered a node, and returns what it asked for.
-func collectorRequests(t *testing.T) []string {
+// collectorRights are those of the collector's account.
+func collectorRights(o objects) (allowed []string) {
+	rules := slices.Concat(o["ClusterRole/verdict-collector"].(*rbacv1.ClusterRole).Rules,
+		o["Role/verdict-collector"].(*rbacv1.Role).Rules, o["Role/verdict-collector-nodes"].(*rbacv1.Role).Rules)
+	if more, ok := o["ClusterRole/verdict-gateway"].(*rbacv1.ClusterRole); ok {
+		rules = append(rules, more.Rules...)
+	}
+	for _, r := range rules {
+		for _, resource := range r.Resources {
+			for _, verb := range r.Verbs {
+				allowed = append(allowed, request(verb, r.APIGroups[0], resource))
+			}
+		}
+	}
+	slices.Sort(allowed)
+	return slices.Compact(allowed)
+}
+
+// askedOfCollector is what a collector's API server was asked for. Many nodes that are gone would be looked for by a
+// list: that right is allowed, and not asked for here.
+func askedOfCollector(api *collectorAPI) []string {
+	asked := append(api.all(), "list leases.coordination.k8s.io")
+	slices.Sort(asked)
+	return asked
+}
+
+// runCollector runs a collector until a function returns.
+func runCollector(t *testing.T, command string, api http.Handler, until func()) {
 	t.Helper()
-	api := &collectorAPI{}
 	server := httptest.NewServer(api)
 	defer server.Close()
 	dir := t.TempDir()
@@ -126,17 +137,16 @@ func collectorRequests(t *testing.T) []string {
 	check(t, err)
 	address := free.Addr().String()
 	free.Close()
-	c := exec.Command(verdict, "collect", "--kubeconfig", kubeconfig, "--identity=x", "--bind-address", address,
+	c := exec.Command(verdict, command, "--kubeconfig", kubeconfig, "--identity=x", "--bind-address", address,
 		"--advertise-address="+address, "--metrics-bind-address=")
 	var log bytes.Buffer
 	c.Stdout, c.Stderr = &log, &log
 	check(t, c.Start())
-	ask(t, api)
+	until()
 	check(t, c.Process.Signal(syscall.SIGTERM))
 	if err := c.Wait(); err != nil {
 		t.Errorf("%v: %s", err, log.String())
 	}
-	return api.all()
 }
 
 // ask connects a node and asks there, until all nodes have answered or are gone.

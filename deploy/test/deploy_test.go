@@ -163,7 +163,8 @@ func checkNames(o objects) error {
 		if err != nil {
 			return err
 		}
-		cluster := strings.HasPrefix(name, "ClusterRole") || strings.HasPrefix(name, "ValidatingAdmissionPolicy")
+		cluster := slices.ContainsFunc([]string{"ClusterRole", "ValidatingAdmissionPolicy", "GatewayClass"},
+			func(kind string) bool { return strings.HasPrefix(name, kind) })
 		if cluster != (access.GetNamespace() == "") {
 			return fmt.Errorf("%s: namespace %q", name, access.GetNamespace())
 		}
@@ -308,7 +309,7 @@ var served = []string{"10256/readyz", "10256/livez"}
 // TestOneSource: Helm and kustomize make the same objects, but for labels.
 func TestOneSource(t *testing.T) {
 	all := rendered(t)
-	for _, cluster := range []string{"kubeadm", "k3s", "kubeadm" + withNode, "k3s" + withNode, "collector"} {
+	for _, cluster := range []string{"kubeadm", "k3s", "kubeadm" + withNode, "k3s" + withNode, "collector", "gateway"} {
 		byKustomize, byHelm := all["kustomize "+cluster], all["helm "+cluster]
 		if d := differences(t, byKustomize, byHelm); len(d) > 0 {
 			t.Errorf("%s: %s", cluster, strings.Join(d, "\n"))

@@ -24,7 +24,9 @@ import (
 	corev1 "k8s.io/api/core/v1"
 	rbacv1 "k8s.io/api/rbac/v1"
 	"k8s.io/apimachinery/pkg/api/meta"
+	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
 	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/apimachinery/pkg/runtime/schema"
 	"k8s.io/apimachinery/pkg/runtime/serializer"
 	utilyaml "k8s.io/apimachinery/pkg/util/yaml"
 	"sigs.k8s.io/kustomize/api/krusty"
@@ -41,6 +43,9 @@ var strict = func() runtime.Decoder {
 			panic(err)
 		}
 	}
+	// Its module is not one of ours: TestGatewayClasses looks at its fields.
+	s.AddKnownTypeWithName(schema.FromAPIVersionAndKind("gateway.networking.k8s.io/v1", "GatewayClass"),
+		&unstructured.Unstructured{})
 	return serializer.NewCodecFactory(s, serializer.EnableStrict).UniversalDeserializer()
 }()
 
@@ -141,14 +146,17 @@ func decodeOverlay(cluster string) (objects, error) {
 
 const chartDir = "../helm/verdict"
 
+// gatewayClass is what a cluster with the CRDs of Gateway API has, in Helm's words.
+const gatewayClass = "gateway.networking.k8s.io/v1/GatewayClass"
+
 // anImage is what everybody must say: no image is published, and the repository's chart is of no release.
 const anImage = "image: {repository: verdict, tag: dev}\n"
 
 // template gives what "helm template verdict deploy/helm/verdict -n kube-system" prints with a file of values, if it is
-// not "", and more of them, as YAML.
-func template(t *testing.T, file, more string) (string, error) {
+// not "", and more of them, as YAML, for a cluster that has kinds beside Kubernetes' own.
+func template(t *testing.T, file, more string, kinds ...string) (string, error) {
 	t.Helper()
-	files, err := renderChart(t, chartDir, valuesOf(t, readFile(t, file), more), "v1.37.1")
+	files, err := renderChart(t, chartDir, valuesOf(t, readFile(t, file), more), "v1.37.1", kinds...)
 	return manifests(files), err
 }
 
@@ -165,7 +173,8 @@ func valuesOf(t *testing.T, layers ...string) map[string]any {
 }
 
 // renderChart gives what Helm makes of a chart's templates, by their paths.
-func renderChart(t *testing.T, dir string, values map[string]any, kubernetes string) (map[string]string, error) {
+func renderChart(t *testing.T, dir string, values map[string]any, kubernetes string, kinds ...string,
+) (map[string]string, error) {
 	t.Helper()
 	chart, err := loader.Load(dir)
 	check(t, err)
@@ -174,6 +183,7 @@ func renderChart(t *testing.T, dir string, values map[string]any, kubernetes str
 	version, err := common.ParseKubeVersion(kubernetes)
 	check(t, err)
 	capabilities.KubeVersion = *version
+	capabilities.APIVersions = append(capabilities.APIVersions, kinds...)
 	all, err := util.ToRenderValues(chart, values, release, capabilities)
 	if err != nil {
 		return nil, err
@@ -216,6 +226,10 @@ func rendered(t *testing.T) map[string]string {
 		anImage+"collector: {enabled: true, hostNetwork: false}")
 	check(t, err)
 	all["helm kubeadm with a collector"] = text
+	all["kustomize gateway"] = kustomize(t, "../../test/testdata/gateway")
+	text, err = template(t, filepath.Join(chartDir, "k3s.yaml"), anImage+"gateway: {enabled: true}", gatewayClass)
+	check(t, err)
+	all["helm gateway"] = text
 	text, err = template(t, "", everyValue)
 	check(t, err)
 	all[withEveryValue] = text
@@ -251,6 +265,7 @@ affinity: {nodeAffinity: {requiredDuringSchedulingIgnoredDuringExecution: {nodeS
 monitoring: {service: true, serviceMonitor: true, podMonitor: true, prometheusRule: true, rules: true, dashboard: true,
   labels: {release: prometheus}}
 startupTaint: example.com/not-programmed
+gateway: {enabled: true}
 collector: {enabled: true, replicas: 3, resources: {limits: {memory: 1Gi}}}
 `
 

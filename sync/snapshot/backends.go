@@ -16,6 +16,14 @@ type Backends struct {
 	Ports []PortBackends
 }
 
+// For names what asked for a Service's backends; empty if it has none, for a nil Service, and if nobody said.
+func (s *Service) For() string {
+	if s == nil || s.Backends == nil {
+		return ""
+	}
+	return s.Backends.For
+}
+
 // PortBackends are those of one port of a Service.
 type PortBackends struct {
 	// Port is the port's name; empty for the only port of a Service.

@@ -169,6 +169,8 @@ func TestChangeErrors(t *testing.T) {
 		{web + "spec: {ports: [{port: 70000}]}\n", "c.yaml:4: Service shop/web: spec.ports[0].port: 70000 is not a port"},
 		{created + "spec: {ports: [{port: 1}]}\n", "Service default/new: spec.clusterIP: no cluster IP"},
 		{web + "spec: {ports: []}\n---\n" + web, "c.yaml:6: Service shop/web: it is in this change twice, first in "},
+		{"kind: TCPRoute\napiVersion: gateway.networking.k8s.io/v1\nmetadata: {name: db, namespace: shop}\n",
+			"c.yaml:1: TCPRoute shop/db: kind: a proxy reads no TCPRoute: plan the Service of its Gateway"},
 		{"a: [", "c.yaml:1: "},
 		{"diff -u -N a b\n--- /tmp/LIVE-1/x\n+++ /tmp/MERGED-2/x\n@@", "this is a diff"},
 		{"--- /tmp/LIVE-1/x\t2026\n+++ /tmp/MERGED-2/x\n", "kubectl apply --dry-run=server"},

@@ -290,7 +290,11 @@ func (r *reader) readObjects(t *yamltree.Tree, kind, apiVersion string, out *chu
 func (r *reader) readObject(t *yamltree.Tree, kind, apiVersion string, out *chunkResult) {
 	k, known := kinds[kind]
 	if !known {
-		out.others++
+		if out.others++; r.change != nil && (kind == "TCPRoute" || kind == "UDPRoute") {
+			// Silence would read as if it changed nothing. The controller makes a Service of it, which a proxy reads.
+			out.reject(t, objectName(kind, nameIn(t, true)), "kind", "a proxy reads no %s: plan the Service of its Gateway, "+
+				"whose annotation %sbackends names the backends (docs/GATEWAY.md)", kind, annotationDomain)
+		}
 		return
 	}
 	key := objectKey{kind, nameIn(t, k.namespaced)}

@@ -440,7 +440,8 @@ func TestCompareAndTop(t *testing.T) {
 	f.answer = func(_ context.Context, node string, argv []string) (string, int, error) {
 		switch {
 		case argv[1] == "top":
-			return `{"rate":1.5,"portCount":4000,"ports":[{"service":"shop/web","port":"http","rate":1.5},` +
+			by := map[string]string{"b": `"for":"Gateway shop/web",`}[node] // the others' proxies are older
+			return `{"rate":1.5,"portCount":4000,"ports":[{` + by + `"service":"shop/web","port":"http","rate":1.5},` +
 				`{"service":"x/` + node + `","rate":0}]}`, 0, nil
 		case node == "b":
 			return "- an element\n", 1, nil
@@ -459,10 +460,15 @@ func TestCompareAndTop(t *testing.T) {
 		t.Errorf("asked %q", got)
 	}
 	top, err := f.cluster().Top(t.Context(), TopOptions{Interval: time.Second})
-	want0 := TopPort{Service: "shop/web", Port: "http", Rate: 4.5, Nodes: 3}
+	want0 := TopPort{Service: "shop/web", Port: "http", For: "Gateway shop/web", Rate: 4.5, Nodes: 3}
 	if err != nil || top.Code() != 0 || !reflect.DeepEqual(top.Ports[0], want0) || len(top.Ports) != 4 ||
 		top.Rate != 4.5 || top.PortCount != 4000 {
 		t.Errorf("%+v %v", top, err)
+	}
+	b.Reset()
+	top.Print(terminal.NewPrinter(&b), false)
+	if !strings.Contains(b.String(), "\nshop/web:http (Gateway shop/web)  4.5/s") {
+		t.Errorf("the Gateway is not named:\n%s", b.String())
 	}
 	if got := f.commandsOfNode["a"][1]; got != "verdict top --json --interval=1s --limit=1000" {
 		t.Errorf("asked %q", got)

@@ -11,6 +11,7 @@ import (
 	"strings"
 	"time"
 
+	"github.com/verdict-proxy/verdict/internal/answers/records"
 	"github.com/verdict-proxy/verdict/internal/proxy/status"
 	"github.com/verdict-proxy/verdict/internal/system/terminal"
 )
@@ -279,6 +280,8 @@ type Top struct {
 type TopPort struct {
 	Service string `json:"service"`
 	Port    string `json:"port,omitempty"`
+	// For names what asked for the Service's backends; empty if nobody said.
+	For string `json:"for,omitempty"`
 	// Rate is the connections per second of all nodes, and Nodes how many of them had any.
 	Rate  float64 `json:"rate"`
 	Nodes int     `json:"nodes"`
@@ -369,6 +372,7 @@ func (t *adding) add(s *TopPort) {
 		t.Ports = append(t.Ports, TopPort{Service: s.Service, Port: s.Port})
 	}
 	p := &t.Ports[i]
+	p.For = cmp.Or(p.For, s.For)
 	if p.Rate += s.Rate; s.Rate > 0 {
 		p.Nodes++
 	}
@@ -400,7 +404,7 @@ func (t *Top) Print(p *terminal.Printer, all bool) {
 		if i == maxLines && !all {
 			break
 		}
-		name := strings.TrimSuffix(s.Service+":"+s.Port, ":")
+		name := records.Named(strings.TrimSuffix(s.Service+":"+s.Port, ":"), s.For)
 		table = append(table, []string{name, fmt.Sprintf("%.1f/s", s.Rate), fmt.Sprintf("%d of %d", s.Nodes, t.Nodes)})
 	}
 	p.Table(table)

@@ -85,6 +85,33 @@ func TestTopTraffic(t *testing.T) {
 	}
 }
 
+// TestTopFor: top names what asked for a Service's backends, as the proxy says once a minute, and what it said last if
+// it does not answer.
+func TestTopFor(t *testing.T) {
+	_, s, clock := newFakeSampler(2)
+	asked := 0
+	server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		if asked++; r.URL.Path != "/services" || r.URL.Query().Get("for") != "true" || asked > 1 {
+			http.Error(w, "no", http.StatusNotFound)
+			return
+		}
+		fmt.Fprint(w, `{"services":[{"service":"team/web-1","for":"Gateway edge/web"}]}`)
+	}))
+	defer server.Close()
+	s.Health = server.Listener.Addr().(*net.TCPAddr).AddrPort()
+	for i, want := range []int{1, 1, 2} {
+		labtest.Check(t, s.Sample(t.Context(), nil, nil, time.Second, true))
+		sample := s.Result(ByName, time.Second)
+		var text bytes.Buffer
+		sample.Print(terminal.NewPrinter(&text), len(sample.Ports))
+		if asked != want || !strings.Contains(text.String(), "  team/web-0:http\n") ||
+			!strings.Contains(text.String(), "  team/web-1:http (Gateway edge/web)\n") {
+			t.Errorf("sample %d, asked %d times:\n%s", i, asked, text.String())
+		}
+		clock.Time = clock.Add(31 * time.Second)
+	}
+}
+
 // TestExplainFailures: explain names the last connections to the port that failed, those of its sender if that is an
 // address; none of other ports, none without records, and none of the past.
 func TestExplainFailures(t *testing.T) {

@@ -125,6 +125,10 @@ type Sampler struct {
 	// Records is the address of the proxy's metrics server, which is asked for traffic; zero: it is not asked.
 	Records netip.AddrPort
 	traffic trafficMeter
+	// Health is that of its health server, which is asked what asked for Services' backends; zero: it is not asked.
+	Health netip.AddrPort
+	by     map[string]string // by Service
+	byRead time.Time
 
 	from reconcile.Inspector
 	now  func() time.Time
@@ -179,6 +183,7 @@ func (s *Sampler) Sample(ctx context.Context, visible, expanded []string, interv
 	if s.Records.IsValid() {
 		s.traffic.read(ctx, s.Records, s.now())
 	}
+	s.readBy(ctx)
 	return nil
 }
 
@@ -349,11 +354,13 @@ type Sample struct {
 type PortSample struct {
 	// Name is that of the service port, and Service and Port its parts. If the kernel does not name the frontend's
 	// Service, Name and Service are the address.
-	Name    string  `json:"-"`
-	Service string  `json:"service"`
-	Port    string  `json:"port,omitempty"`
-	Rate    float64 `json:"rate"`
-	Total   uint64  `json:"total"`
+	Name    string `json:"-"`
+	Service string `json:"service"`
+	Port    string `json:"port,omitempty"`
+	// For names what asked for the Service's backends; empty if nobody said, or no proxy answers.
+	For   string  `json:"for,omitempty"`
+	Rate  float64 `json:"rate"`
+	Total uint64  `json:"total"`
 	// Traffic is that of the connections which ended in the last whole minute, its average; nil without records.
 	Traffic *Traffic `json:"traffic,omitempty"`
 	// NotCounted is true if no frontend of the port is counted.
@@ -418,9 +425,9 @@ func (s *Sampler) Result(order string, interval time.Duration) *Sample {
 		if p.port != (dataplane.PortName{}) {
 			service = p.port.Service.String()
 		}
-		out.Ports = append(out.Ports, PortSample{Name: p.name, Service: service, Port: p.port.Port, Rate: rounded(rate),
-			Total: total, Choices: choices, AtMost: atMost, Scheduled: p.scheduled(), NotCounted: p.notCounted(),
-			Ejected: ejected[p.port.Service], Traffic: s.traffic.of(service, p.port.Port)})
+		out.Ports = append(out.Ports, PortSample{Name: p.name, Service: service, Port: p.port.Port, For: s.by[service],
+			Rate: rounded(rate), Total: total, Choices: choices, AtMost: atMost, Scheduled: p.scheduled(),
+			NotCounted: p.notCounted(), Ejected: ejected[p.port.Service], Traffic: s.traffic.of(service, p.port.Port)})
 	}
 	if s.traffic.ports != nil {
 		out.TrafficMinute = s.traffic.minute

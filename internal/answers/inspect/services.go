@@ -12,6 +12,7 @@ import (
 	"strconv"
 	"strings"
 
+	"github.com/verdict-proxy/verdict/internal/answers/records"
 	"github.com/verdict-proxy/verdict/internal/proxy/status"
 	"github.com/verdict-proxy/verdict/internal/system/terminal"
 )
@@ -19,14 +20,14 @@ import (
 // ServicesAsked says which Services are asked for; empty fields mean any.
 type ServicesAsked struct {
 	Namespace, Name string
-	// Trouble leaves out those that are in order.
-	Trouble bool
+	// Trouble leaves out those that are in order, and For those that nothing asked for backends of.
+	Trouble, For bool
 }
 
 // LoadServices asks the proxy on this host for its Services, the worst first. Addr is as for LoadStatus.
 func LoadServices(ctx context.Context, addr netip.AddrPort, asked ServicesAsked) (*status.Services, error) {
 	query := url.Values{"namespace": {asked.Namespace}, "name": {asked.Name},
-		"trouble": {strconv.FormatBool(asked.Trouble)}}
+		"trouble": {strconv.FormatBool(asked.Trouble)}, "for": {strconv.FormatBool(asked.For)}}
 	all := &status.Services{Services: []status.Service{}}
 	for {
 		var page status.Services
@@ -103,7 +104,7 @@ func ServiceRow(s *status.Service, wide bool) []string {
 	if s.Why != "" {
 		state += ": " + clip(s.Why, text)
 	}
-	row := []string{s.Service, s.Type, some(addresses, most), some(ports, most),
+	row := []string{records.Named(s.Service, s.For), s.Type, some(addresses, most), some(ports, most),
 		fmt.Sprintf("%d/%d", s.Usable, s.Endpoints)}
 	if wide {
 		row = append(row, some(slices.Compact(local), most), some(slices.Compact(by), most))

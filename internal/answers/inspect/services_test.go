@@ -15,7 +15,7 @@ import (
 func TestServices(t *testing.T) {
 	server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		q := r.URL.Query()
-		if q.Get("namespace") != "shop" || q.Get("trouble") != "true" {
+		if q.Get("namespace") != "shop" || q.Get("trouble") != "true" || q.Get("for") != "false" {
 			t.Errorf("asked for %v", q)
 		}
 		if q.Get("after") == "" {
@@ -25,8 +25,9 @@ func TestServices(t *testing.T) {
 				"usable":2,"endpoints":3}]}`)
 			return
 		}
-		fmt.Fprintf(w, `{"services":[{"service":"shop/b","type":"ClusterIP","state":"rejected","why":%q}],
-			"status":{"firstProgrammed":"2026-11-22T14:02:00Z","failing":{"error":"no memory"}}}`, strings.Repeat("no ", 40))
+		fmt.Fprintf(w, `{"services":[{"service":"shop/b","for":"G","type":"ClusterIP","state":"rejected","why":%q}],
+			"status":{"firstProgrammed":"2026-11-22T14:02:00Z","failing":{"error":"no memory"}}}`,
+			strings.Repeat("no ", 40))
 	}))
 	defer server.Close()
 	s, err := LoadServices(t.Context(), netip.MustParseAddrPort(strings.TrimPrefix(server.URL, "http://")),
@@ -35,16 +36,16 @@ func TestServices(t *testing.T) {
 		t.Fatal(err)
 	}
 	for wide, want := range map[bool]string{
-		false: `SERVICE  TYPE       ADDRESSES                       PORTS         ENDPOINTS  STATE
-shop/b   ClusterIP  -                               -             0/0        rejected: ` +
+		false: `SERVICE     TYPE       ADDRESSES                       PORTS         ENDPOINTS  STATE
+shop/b (G)  ClusterIP  -                               -             0/0        rejected: ` +
 			strings.Repeat("no ", 20)[:60] + `
-shop/a   NodePort   10.96.0.1,fd00::1,192.0.2.1,+1  80:30080/tcp  2/3        programmed
+shop/a      NodePort   10.96.0.1,fd00::1,192.0.2.1,+1  80:30080/tcp  2/3        programmed
 not synced: transactions fail: no memory
 `,
-		true: `SERVICE  TYPE       ADDRESSES                              PORTS         ENDPOINTS  LOCAL  CHOSEN BY  STATE
-shop/b   ClusterIP  -                                      -             0/0        -      -          rejected: ` +
+		true: `SERVICE     TYPE       ADDRESSES                              PORTS         ENDPOINTS  LOCAL  CHOSEN BY  STATE
+shop/b (G)  ClusterIP  -                                      -             0/0        -      -          rejected: ` +
 			strings.Repeat("no ", 40) + `
-shop/a   NodePort   10.96.0.1,fd00::1,192.0.2.1,192.0.2.2  80:30080/tcp  2/3        1      ipvs rr    programmed
+shop/a      NodePort   10.96.0.1,fd00::1,192.0.2.1,192.0.2.2  80:30080/tcp  2/3        1      ipvs rr    programmed
 not synced: transactions fail: no memory
 `} {
 		var text strings.Builder

@@ -46,6 +46,20 @@ func (t *trafficMeter) read(ctx context.Context, addr netip.AddrPort, now time.T
 	}
 }
 
+// readBy asks what asked for Services' backends, once a minute.
+func (s *Sampler) readBy(ctx context.Context) {
+	if !s.Health.IsValid() || s.now().Sub(s.byRead) < time.Minute {
+		return
+	}
+	s.byRead = s.now()
+	if all, err := LoadServices(ctx, s.Health, ServicesAsked{For: true}); err == nil { // else top says what it knew
+		s.by = map[string]string{}
+		for i := range all.Services {
+			s.by[all.Services[i].Service] = all.Services[i].For
+		}
+	}
+}
+
 // of returns the traffic of a port; nil if nothing was recorded.
 func (t *trafficMeter) of(service, port string) *Traffic {
 	if t.ports == nil {

@@ -8,6 +8,7 @@ import (
 	"time"
 	"unicode/utf8"
 
+	"github.com/verdict-proxy/verdict/internal/answers/records"
 	"github.com/verdict-proxy/verdict/internal/system/terminal"
 	"github.com/verdict-proxy/verdict/internal/system/units"
 )
@@ -117,7 +118,7 @@ func (v *TopView) ports() []PortSample {
 		return v.sample.Ports
 	}
 	return slices.DeleteFunc(slices.Clone(v.sample.Ports), func(p PortSample) bool {
-		return !strings.Contains(p.Name, v.filter)
+		return !strings.Contains(records.Named(p.Name, p.For), v.filter)
 	})
 }
 
@@ -343,9 +344,10 @@ func choicesText(p *PortSample) string {
 	return units.Thousands(p.Choices)
 }
 
-// topName is the name, followed by how many endpoints are ejected, and by IPVS's counts if the port is expanded.
+// topName is the name, followed by what asked for the backends, by how many endpoints are ejected, and by IPVS's counts
+// if the port is expanded.
 func topName(mark string, p *PortSample) string {
-	name := mark + p.Name
+	name := mark + records.Named(p.Name, p.For)
 	if n := len(p.Ejected); n > 0 {
 		name += fmt.Sprintf("  %d ejected", n)
 	}

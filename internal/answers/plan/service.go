@@ -16,6 +16,8 @@ import (
 // Service is what changes of one Service.
 type Service struct {
 	Name string `json:"service"`
+	// For names what asked for its backends, as "Gateway edge/db"; empty if nobody said, or if it is deleted.
+	For string `json:"for,omitempty"`
 	// Verb is created, changed or deleted.
 	Verb string `json:"verb"`
 	// Settings are its settings that change, in words.
@@ -64,7 +66,7 @@ type Sources struct {
 // service describes one Service.
 func (m *maker) service(i int, n snapshot.Name) *Service {
 	before, after := m.before[i], m.after[i]
-	s := &Service{Name: n.String(), Verb: "changed"}
+	s := &Service{Name: n.String(), For: m.Objects.Snap.Services[n].For(), Verb: "changed"}
 	switch {
 	case before == nil:
 		s.Verb = "created"

@@ -6,6 +6,7 @@ import (
 	"strings"
 	"unicode/utf8"
 
+	"github.com/verdict-proxy/verdict/internal/answers/records"
 	"github.com/verdict-proxy/verdict/internal/system/terminal"
 )
 
@@ -135,7 +136,7 @@ func (t *printer) wrap(first, next, text string) {
 // service prints what changes of a Service.
 func (t *printer) service(s *Service) {
 	t.Line("")
-	t.Line("%s (%s)", t.Paint(terminal.Bold, s.Name), s.Verb)
+	t.Line("%s (%s)", t.Paint(terminal.Bold, records.Named(s.Name, s.For)), s.Verb)
 	t.list("  ", len(s.Settings), 0, func(i int) string { return s.Settings[i] })
 	t.list("  ", len(s.Addresses), s.MoreAddresses, func(i int) string { return s.Addresses[i].text() })
 	for i := range s.Sources {

@@ -27,6 +27,7 @@ func TestTable(t *testing.T) {
 	bare := flows.Record{Time: at, Service: "kube-system/dns", Protocol: "UDP", End: flows.Rejected,
 		Reason: "no-endpoints", Weight: 16, Since: at.Add(-time.Minute),
 		Client: flows.Peer{Prefix: netip.MustParsePrefix("192.0.2.0/24")}}
+	named.For = "Gateway edge/cart"
 	got := textOf(func(p *terminal.Printer) {
 		one := Table{Printer: p}
 		one.Print("", &named)
@@ -38,7 +39,7 @@ func TestTable(t *testing.T) {
 	})
 	for _, want := range []string{
 		"TIME            CLIENT                            SERVICE                     ENDPOINT",
-		"01-02 03:04:05  shop/web-0                        shop/cart:http              shop/cart-1",
+		"01-02 03:04:05  shop/web-0                        shop/cart:http (Gateway edge/cart) shop/cart-1",
 		"1.5 kB    12.3 MB   1.5 s    closed\n", "192.0.2.0/24                      kube-system/dns             -  ",
 		"rejected (no-endpoints, UDP, counted since 01-02 03:03:05, stands for 16)\n",
 		"TIME            NODE            CLIENT", "01-02 03:04:05  node-1          shop/web-0",

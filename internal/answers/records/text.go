@@ -7,6 +7,7 @@ import (
 	"time"
 
 	"github.com/verdict-proxy/verdict/internal/proxy/flows"
+	"github.com/verdict-proxy/verdict/internal/system/clip"
 	"github.com/verdict-proxy/verdict/internal/system/terminal"
 	"github.com/verdict-proxy/verdict/internal/system/units"
 )
@@ -43,7 +44,7 @@ func (t *Table) Print(node string, r *flows.Record) {
 	if r.Seconds > 0 {
 		duration = units.Brief(time.Duration(r.Seconds * float64(time.Second)))
 	}
-	t.row(node, clock(r.Time), Peer(&r.Client), serviceOf(r.Service, r.Port), Peer(&r.Endpoint),
+	t.row(node, clock(r.Time), Peer(&r.Client), Named(serviceOf(r.Service, r.Port), r.For), Peer(&r.Endpoint),
 		units.Bytes(int64(r.Sent.Bytes)), units.Bytes(int64(r.Received.Bytes)), duration, End(t.Printer, r))
 }
 
@@ -76,6 +77,17 @@ func clock(t time.Time) string { return t.Local().Format("01-02 15:04:05") }
 
 // serviceOf names the port of a Service.
 func serviceOf(service, port string) string { return strings.TrimSuffix(service+":"+port, ":") }
+
+// maxBy is how much of what asked for a Service's backends stands beside its name.
+const maxBy = 80
+
+// Named adds to the name of a Service, or of its port, what asked for its backends; empty adds nothing.
+func Named(name, by string) string {
+	if by == "" {
+		return name
+	}
+	return name + " (" + clip.Cut(by, maxBy) + ")"
+}
 
 // Peer names a side: its pod, or its address.
 func Peer(p *flows.Peer) string {

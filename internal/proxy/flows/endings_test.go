@@ -178,13 +178,18 @@ func (r *rig) testLeftOut() {
 	r.t.Helper()
 	d := r.services(true)
 	for name, svc := range d.Services {
-		svc.NoRecords = name.Name == "web"
+		if svc.NoRecords = name.Name == "web"; !svc.NoRecords {
+			svc.Backends = &snapshot.Backends{For: "Gateway x/y"}
+		}
 	}
 	r.apply(d)
 	r.try(r.Pods[0], snapshot.TCP, web(ipfamily.IPv4, refusedPort))
 	r.try(r.Pods[0], snapshot.TCP, web(ipfamily.IPv6, 99))
 	none := netip.AddrPortFrom(lab.Nth(lab.ServiceRange[0], 2), 80)
-	r.expect(r.try(r.Pods[0], snapshot.TCP, none), snapshot.TCP, "rejected no-endpoints")
+	got := r.expect(r.try(r.Pods[0], snapshot.TCP, none), snapshot.TCP, "rejected no-endpoints")
+	if got.For != "Gateway x/y" {
+		r.t.Errorf("it is for %q", got.For)
+	}
 }
 
 // TestOpen: while somebody asks for it, a connection has a record when it begins, too.

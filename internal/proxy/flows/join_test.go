@@ -158,6 +158,13 @@ func TestNames(t *testing.T) {
 	if got := n.client(netip.MustParseAddrPort("10.0.0.2:5000")); got.Pod != "" || got.Node != "n2" || got.Zone != "b" {
 		t.Errorf("a client elsewhere is %+v", got)
 	}
+	edge := snapshot.Name{Namespace: "edge", Name: "db"}
+	for _, svc := range []*snapshot.Service{{Name: edge, Backends: &snapshot.Backends{For: "Gateway edge/db"}}, {}, nil} {
+		n.Take(snapshot.Delta{Services: map[snapshot.Name]*snapshot.Service{edge: svc}})
+		if n.settle(now); n.by[edge] != svc.For() || len(n.by) > 1 {
+			t.Errorf("the Service is for %q; want %q", n.by[edge], svc.For())
+		}
+	}
 }
 
 // TestOwners: a connection belongs to the Service that had its frontend when it began, also after that is gone.

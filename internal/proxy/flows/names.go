@@ -22,14 +22,16 @@ type Names struct {
 	endpoints, local directory
 	node             snapshot.Node
 	host             map[netip.Addr]bool
-	// off are the Services whose connections are left out.
+	// off are the Services whose connections are left out, and by says what asked for the backends of others.
 	off       map[snapshot.Name]bool
+	by        map[snapshot.Name]string
 	forgotten time.Time
 }
 
 // NewNames returns Names that know nothing yet.
 func NewNames() *Names {
-	return &Names{endpoints: newDirectory(), local: newDirectory(), off: map[snapshot.Name]bool{}}
+	return &Names{endpoints: newDirectory(), local: newDirectory(), off: map[snapshot.Name]bool{},
+		by: map[snapshot.Name]string{}}
 }
 
 // Take takes objects on their way to the proxy. It changes none.
@@ -60,6 +62,9 @@ func (n *Names) settle(t time.Time) {
 		for name, svc := range d.Services {
 			if delete(n.off, name); svc != nil && svc.NoRecords {
 				n.off[name] = true
+			}
+			if delete(n.by, name); svc.For() != "" {
+				n.by[name] = svc.For()
 			}
 		}
 		for name, s := range d.Slices {

@@ -126,6 +126,7 @@ func (c *coder) record(r *Record) {
 	c.time(&r.Time)
 	c.word(&r.Service)
 	c.word(&r.Port)
+	c.word(&r.For)
 	c.word(&r.Protocol)
 	c.addr(&r.Frontend)
 	c.peer(&r.Client)

@@ -14,6 +14,8 @@ type Record struct {
 	// Service is "namespace/name", and Port the name of its port; empty for an unnamed one.
 	Service string `json:"service"`
 	Port    string `json:"port,omitempty"`
+	// For names what asked for the Service's backends, as "Gateway edge/db"; empty if nobody said.
+	For string `json:"for,omitempty"`
 	// Protocol is "TCP", "UDP" or "SCTP".
 	Protocol string `json:"protocol"`
 	// Frontend is what the client connected to.

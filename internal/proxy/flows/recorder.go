@@ -260,8 +260,9 @@ func (r *Recorder) recordOf(f *conntrack.Flow, now time.Time) (_ Record, sp *dat
 		return Record{}, nil, false
 	}
 	record := Record{
-		Service: sp.Name.Service.String(), Port: sp.Name.Port, Protocol: protocolName(f.Frontend.Protocol),
-		Frontend: netip.AddrPortFrom(f.Frontend.Addr, f.Frontend.Port), Client: r.o.Names.client(f.Client),
+		Service: sp.Name.Service.String(), Port: sp.Name.Port, For: r.o.Names.by[sp.Name.Service],
+		Protocol: protocolName(f.Frontend.Protocol), Client: r.o.Names.client(f.Client),
+		Frontend: netip.AddrPortFrom(f.Frontend.Addr, f.Frontend.Port),
 		Endpoint: r.o.Names.endpoint(f.Endpoint), Sent: Traffic(f.Sent), Received: Traffic(f.Received), Weight: 1,
 	}
 	record.Time, record.Seconds = r.timeouts.lived(f, now)
@@ -338,7 +339,7 @@ func (r *Recorder) logged(p *logged) {
 		return
 	}
 	if known {
-		record.Service = service.String()
+		record.Service, record.For = service.String(), r.o.Names.by[service]
 	}
 	r.o.Sink(record)
 }

@@ -130,8 +130,24 @@ func countEndpoints(of []*snapshot.Slice) int {
 	return len(seen)
 }
 
+// countPooled counts the addresses that are programmed, with those that are ejected.
+func countPooled(programmed *dataplane.Service) int {
+	seen := map[netip.Addr]bool{}
+	for sp := range programmed.EachPort() {
+		pool := usedPool(sp)
+		for i := range pool.Endpoints {
+			seen[pool.Endpoints[i].Addr()] = true
+		}
+		for i := range pool.Ejected {
+			seen[pool.Ejected[i].Endpoint.Addr()] = true
+		}
+	}
+	return len(seen)
+}
+
 // List returns the Services that a query asks for, sorted by name, a page at a time: namespace= and name= are those of
-// Services, trouble=true leaves out those in order, and after=NAMESPACE/NAME begins the next page.
+// Services, trouble=true leaves out those in order, for=true those that nothing asked for backends of, and
+// after=NAMESPACE/NAME begins the next page.
 func (b *Board) List(query url.Values) (*Services, error) {
 	out := &Services{Status: b.o.Status().Short()}
 	after := snapshot.Name{}
@@ -142,10 +158,12 @@ func (b *Board) List(query url.Values) (*Services, error) {
 		}
 	}
 	namespace, name, trouble := query.Get("namespace"), query.Get("name"), query.Get("trouble") == "true"
+	all := query.Get("for") != "true"
 	v := b.view()
 	var names []snapshot.Name
-	for n := range v.services {
-		if n.Compare(after) > 0 && (namespace == "" || n.Namespace == namespace) && (name == "" || n.Name == name) {
+	for n, e := range v.services {
+		if n.Compare(after) > 0 && (namespace == "" || n.Namespace == namespace) && (name == "" || n.Name == name) &&
+			(all || e.object.For() != "") {
 			names = append(names, n)
 		}
 	}
@@ -213,6 +231,9 @@ func (b *Board) view() *boardView {
 func (v *boardView) service(n snapshot.Name) Service {
 	e := v.services[n]
 	s := Service{Service: n.String(), State: Programmed, Endpoints: countEndpoints(e.slices)}
+	if e.object != nil && e.object.Backends != nil { // its own slices serve nobody
+		s.Endpoints = countPooled(e.programmed)
+	}
 	s.addresses(e.object)
 	s.ports(e.programmed, v.backend)
 	s.judge(e.programmed)

@@ -34,6 +34,11 @@ metricsBindAddress. */ -}}
 {{- if not .Values.existingConfigMap }}{{ .Values.config.metricsBindAddress | default "127.0.0.1" }}{{ end }}
 {{- end }}
 
+{{- /* Not empty if there is a collector: the controller of Gateways is part of its process. */ -}}
+{{- define "verdict.collects" -}}
+{{- if or .Values.collector.enabled .Values.gateway.enabled }}yes{{ end }}
+{{- end }}
+
 {{- define "verdict.collectorLabels" -}}
 app.kubernetes.io/name: verdict-collector
 app.kubernetes.io/instance: {{ .Release.Name }}

@@ -76,13 +76,14 @@ function named(names) {
 const nodesOf = (n) => (n.count > n.names.length ? plural(n.count, "node") : n.names.join(", "));
 
 const nameOf = (p) => (p.port ? p.service + ":" + p.port : p.service);
-const shown = () => (view ? view.ports.filter((p) => nameOf(p).includes(filter)) : []);
+const titleOf = (p) => nameOf(p) + (p.for ? ` (${p.for})` : "");
+const shown = () => (view ? view.ports.filter((p) => titleOf(p).includes(filter)) : []);
 
 function drawServices() {
   const rows = [];
   for (const p of shown()) {
     const name = nameOf(p);
-    const tr = row([cell("Service", name), cell("Connections/s", rate(p.rate), "n"), cell("Nodes", p.nodes, "n")]);
+    const tr = row([cell("Service", titleOf(p)), cell("Connections/s", rate(p.rate), "n"), cell("Nodes", p.nodes, "n")]);
     tr.dataset.name = name;
     tr.setAttribute("aria-selected", name === selected);
     rows.push(tr);
