@@ -123,11 +123,16 @@ func (o *gatewayOptions) install(ctx context.Context, c *cluster.Cluster) error 
 		return err
 	}
 	for _, name := range []string{"daemonset/verdict", "deployment/verdict-collector"} {
+		// Pods of a former image of the same name stay otherwise.
+		if _, err := c.Kubectl(ctx, "-n", "kube-system", "rollout", "restart", name); err != nil {
+			return err
+		}
 		if _, err := c.Kubectl(ctx, "-n", "kube-system", "rollout", "status", name, "--timeout=3m"); err != nil {
 			return err
 		}
 	}
-	return c.Balance(ctx)
+	_, err := c.Kubectl(ctx, "wait", "gatewayclass", "--all", "--for=condition=Accepted", "--timeout=1m")
+	return errors.Join(err, c.Balance(ctx))
 }
 
 // once runs the suite's program, whose output goes to a file.
