@@ -114,6 +114,12 @@ func (s *namespaceBudget) record(a request) bool {
 	return true
 }
 
+// rejects reports whether a Service does not get what it asks for.
+func (b *budget) rejects(n snapshot.Name) bool {
+	s := b.namespaces[n.Namespace]
+	return b.tooLarge[n] || s != nil && s.rejected[n]
+}
+
 // forget removes a Service from the budget.
 func (b *budget) forget(n snapshot.Name) {
 	delete(b.tooLarge, n)
@@ -200,11 +206,17 @@ func (b *builder) applyBudget(s *Service, svc *snapshot.Service) {
 	switch {
 	case b.scheduling == nil:
 		b.budget.forget(s.Name)
+	case svc.Backends != nil:
+		b.budget.forget(s.Name)
+		why = WithBackends
 	case svc.Affinity > 0 && b.host.ipvs.Mode == IPVSAuto:
 		b.budget.forget(s.Name)
 		why = WithAffinity
 	default:
 		why = b.budget.admit(&b.host.ipvs, request{s.Name, svc.Age, s.cost()}, svc.AsksForIPVS())
+	}
+	if b.tooFar {
+		why = TooManyBackends
 	}
 	if why == Schedulable {
 		return

@@ -78,28 +78,34 @@ func (ch *endpointFilter) decide(c *candidate) Reason {
 	return IncludedReady
 }
 
-// clusterFilter is the filter of the cluster pool. If no endpoint is ready anywhere, it falls back to terminating
-// endpoints and ignores hints: hints must never lead to an empty pool. Endpoints with the weight 0 do not count.
-func (b *builder) clusterFilter() endpointFilter {
-	if !slices.ContainsFunc(b.candidates, func(c candidate) bool { return c.ready() && !c.drains() }) {
-		return endpointFilter{terminating: true}
-	}
-	return b.topologyFilter()
-}
-
-// localFilter is the filter of the local pool.
-func (b *builder) localFilter() endpointFilter {
-	ready := slices.ContainsFunc(b.candidates, func(c candidate) bool {
-		return c.local && c.ready() && !c.drains()
+// clusterFilters are the filters of the cluster pool. If no endpoint of a group is ready anywhere, its filter falls
+// back to terminating endpoints and ignores hints: hints must never lead to an empty pool. Endpoints with the weight 0
+// do not count.
+func (b *builder) clusterFilters() filters {
+	return b.filtersOf(func(group uint8) endpointFilter {
+		ready := func(c candidate) bool { return c.group == group && c.ready() && !c.drains() }
+		if !slices.ContainsFunc(b.candidates, ready) {
+			return endpointFilter{terminating: true}
+		}
+		return b.topologyFilter(group)
 	})
-	return endpointFilter{local: true, terminating: !ready}
 }
 
-// topologyFilter returns the filter that the topology hints ask for. A kind of hint counts only if every ready endpoint
-// has one, because half-written hints would send too much traffic to a few endpoints. It must also name this node or
-// zone. Node hints take precedence. A Service that prefers near
-// endpoints ignores hints, as long as zones are known.
-func (b *builder) topologyFilter() endpointFilter {
+// localFilters are the filters of the local pool.
+func (b *builder) localFilters() filters {
+	return b.filtersOf(func(group uint8) endpointFilter {
+		ready := slices.ContainsFunc(b.candidates, func(c candidate) bool {
+			return c.group == group && c.local && c.ready() && !c.drains()
+		})
+		return endpointFilter{local: true, terminating: !ready}
+	})
+}
+
+// topologyFilter returns the filter that the topology hints in a group ask for. A kind of hint counts only if every
+// ready endpoint has one, because half-written hints would send too much traffic to a few endpoints. It must also name
+// this node or zone. Node hints take precedence. A Service that prefers near endpoints ignores hints, as long as zones
+// are known.
+func (b *builder) topologyFilter(group uint8) endpointFilter {
 	if b.nearAsked && b.zonesIgnored() == "" {
 		return endpointFilter{}
 	}
@@ -107,7 +113,7 @@ func (b *builder) topologyFilter() endpointFilter {
 	allNodes, allZones, ourNode, ourZone := node != "", zone != "", false, false
 	for i := range b.candidates {
 		c := &b.candidates[i]
-		if !c.ready() || c.drains() {
+		if c.group != group || !c.ready() || c.drains() {
 			continue
 		}
 		allNodes, allZones = allNodes && len(c.ForNodes) > 0, allZones && len(c.ForZones) > 0

@@ -120,6 +120,9 @@ type Explanation struct {
 	// that contribute none.
 	Endpoints     []EndpointDecision
 	SkippedSlices []SkippedSlice
+	// Backends are those of the port, in their order, if the Service has some, and what becomes of their shares on the
+	// route that the packet takes.
+	Backends []BackendShare
 	// Zone is the node's.
 	Zone string
 	// Zones is how connections are divided between zones, if the Service asks for near endpoints and the route leads to
@@ -147,8 +150,11 @@ type NearMiss struct {
 type EndpointDecision struct {
 	Endpoint
 	// Object is the entry in the slice.
-	Object     *snapshot.Endpoint
-	Slice      string
+	Object *snapshot.Endpoint
+	Slice  string
+	// Backend is the one of the port's that the endpoint is of; nil if the Service has none. An endpoint of several is
+	// Included once, with all that it gets.
+	Backend    *snapshot.Backend
 	Reason     Reason
 	SourceSeen SourceSeen
 	// Unhealthy is what this node found out about the endpoint, if its pool would have it and the Port's SecondChance is
@@ -218,6 +224,9 @@ func Explain(cfg Config, s *snapshot.Snapshot, q Question) *Explanation {
 	return e.x
 }
 
+// Refused returns how many of RefusedOf new connections are refused before an endpoint is chosen. A frontend answers.
+func (x *Explanation) Refused() uint16 { return x.Frontend.Routes[x.Row].Pool.Refused }
+
 // PodsOf returns how pods are recognized, in IPv4 and in IPv6.
 func PodsOf(cfg Config, s *snapshot.Snapshot) ipfamily.Per[Pods] { return newHost(cfg, s, nil).pods }
 
@@ -273,6 +282,13 @@ func (e *explainer) fillBudget() {
 	if len(asking) == 0 {
 		return
 	}
+	e.refer(e.s, func(yield func(snapshot.Name) bool) {
+		for n := range e.s.Services {
+			if asking[n.Namespace] && !yield(n) {
+				return
+			}
+		}
+	})
 	for n, svc := range e.s.Services {
 		if asking[n.Namespace] && e.asks(n, svc) {
 			e.service(e.s, n)
@@ -283,7 +299,7 @@ func (e *explainer) fillBudget() {
 
 // asks reports whether a Service may ask something of the budgets.
 func (e *explainer) asks(n snapshot.Name, svc *snapshot.Service) bool {
-	if svc.Scheduling != nil || e.s.Starting[n] != nil {
+	if svc.Scheduling != nil || svc.Backends != nil || e.s.Starting[n] != nil {
 		return true
 	}
 	for _, sl := range e.s.Slices[n] {
@@ -420,7 +436,7 @@ func (e *explainer) endpoints() {
 	p := &svc.Ports[slices.IndexFunc(svc.Ports, func(p snapshot.Port) bool {
 		return p.Name == name.Port && p.Protocol == name.Protocol
 	})]
-	e.loadSlices(svc, e.s.Slices[name.Service])
+	e.load(e.s, svc)
 	e.health = e.s.Health[name.Service]
 	e.schedule(svc)
 	e.starting = e.startingOf(e.s, svc)
@@ -428,27 +444,52 @@ func (e *explainer) endpoints() {
 	for _, r := range e.rows(svc, f, x.Frontend.Kind != ClusterIP) {
 		x.Local = append(x.Local, r.pool != clusterPool)
 	}
-	route, ch := x.Frontend.Routes[x.Row], e.clusterFilter()
+	route, ch := x.Frontend.Routes[x.Row], e.clusterFilters()
 	if x.Local[x.Row] {
-		ch = e.localFilter()
+		ch = e.localFilters()
 	} else if e.nearAsked {
 		again := *x.Port
 		e.fillPools(&again, true, false)
 		x.Zones, x.ZonesIgnored = e.zonePlan, e.zonesIgnored()
 	}
+	if e.backends != nil {
+		e.merged(ch)
+		x.Backends = e.shares()
+	}
 	e.collectCandidates(p, f)
-	sliceOf := map[*snapshot.Endpoint]string{}
-	for _, sl := range e.slices {
-		for i := range sl.Endpoints {
-			sliceOf[&sl.Endpoints[i]] = sl.Name.Name
+	groups := e.groups
+	if e.backends == nil {
+		groups = []group{{port: p.Name, slices: e.slices}}
+	}
+	e.decideAll(groups, ch, route)
+	for i := range groups {
+		e.skippedSlices(&groups[i], p.Protocol, f)
+	}
+}
+
+// decideAll records the decision about each candidate.
+func (e *explainer) decideAll(groups []group, ch filters, route Route) {
+	x, sliceOf := e.x, map[*snapshot.Endpoint]string{}
+	for g := range groups {
+		for _, sl := range groups[g].slices {
+			for i := range sl.Endpoints {
+				sliceOf[&sl.Endpoints[i]] = sl.Name.Name
+			}
 		}
 	}
+	var included netip.AddrPort
 	for i := range e.candidates {
 		c := &e.candidates[i]
 		con := EndpointDecision{Endpoint: e.endpointIn(route.Pool, c), Object: c.Endpoint, Slice: sliceOf[c.Endpoint],
 			Reason: ch.decide(c)}
-		if i > 0 && sameAddr(*c, e.candidates[i-1]) {
+		if e.backends != nil {
+			con.Backend = groups[c.group].Backend
+		}
+		switch {
+		case i > 0 && sameAddr(*c, e.candidates[i-1]), con.Reason.Included() && c.addr == included:
 			con.Reason = ExcludedDuplicate
+		case con.Reason.Included():
+			included = c.addr
 		}
 		e.judgeHealth(&con, route.Pool)
 		if x.Zones != nil && con.Reason.Included() && !HasEndpoint(route.Pool.Endpoints, con.AddrPort) {
@@ -460,7 +501,6 @@ func (e *explainer) endpoints() {
 		con.SourceSeen = e.sourceSeen(con.Endpoint, route)
 		x.Endpoints = append(x.Endpoints, con)
 	}
-	e.skippedSlices(p, f)
 }
 
 // nowhere finds the endpoints whose addresses are of Services.
@@ -526,16 +566,16 @@ func (e *explainer) sourceSeen(ep Endpoint, r Route) SourceSeen {
 	return SourceSeenClient
 }
 
-// skippedSlices records the slices in which collectCandidates found no endpoint.
-func (e *explainer) skippedSlices(p *snapshot.Port, f ipfamily.Family) {
-	for _, sl := range e.slices {
+// skippedSlices records the slices of a group in which collectCandidates found no endpoint.
+func (e *explainer) skippedSlices(g *group, protocol snapshot.Protocol, f ipfamily.Family) {
+	for _, sl := range g.slices {
 		if len(sl.Endpoints) == 0 {
 			continue
 		}
 		a := SkippedSlice{Slice: sl.Name.Name, Endpoints: len(sl.Endpoints)}
 		a.OtherFamily = !slices.ContainsFunc(sl.Endpoints, func(ep snapshot.Endpoint) bool { return f.Has(ep.Addr) })
 		hasPort := slices.ContainsFunc(sl.Ports, func(sp snapshot.SlicePort) bool {
-			return sp.Name == p.Name && sp.Protocol == p.Protocol
+			return sp.Name == g.port && sp.Protocol == protocol
 		})
 		if !hasPort && !a.OtherFamily {
 			a.Ports = sl.Ports

@@ -19,6 +19,7 @@ func TestExplainAgreesWithCompute(t *testing.T) {
 	defer func() { slotLimits = usual }()
 	r, pinged := rand.New(rand.NewPCG(7, 8)), rand.New(rand.NewPCG(7, 9))
 	causes, reasons, sees, left := map[Cause]int{}, map[Reason]int{}, map[SourceSeen]int{}, map[NotScheduled]int{}
+	shares := map[ShareState]int{}
 	for range 3200 {
 		data := make([]byte, 400)
 		for j := range data {
@@ -26,6 +27,7 @@ func TestExplainAgreesWithCompute(t *testing.T) {
 		}
 		d, s := &dice{data}, snapshot.New()
 		cfg := d.config()
+		undo := referAtMost([]int{maxEndpoints, 7}[pinged.IntN(2)])
 		for len(d.data) > 0 {
 			s.Apply(d.delta())
 		}
@@ -59,7 +61,14 @@ func TestExplainAgreesWithCompute(t *testing.T) {
 					sees[c.SourceSeen]++
 				}
 			}
+			for _, b := range x.Backends {
+				shares[b.State]++
+			}
 		}
+		undo()
+	}
+	if len(shares) != 3 {
+		t.Errorf("shares of backends %v: more rounds are needed", shares)
 	}
 	expectAll(t, causes, causeNames[:])
 	expectAll(t, reasons, reasonNames[:])

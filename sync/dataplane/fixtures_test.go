@@ -113,6 +113,9 @@ func checkInvariants(t *testing.T, st *State) {
 					t.Fatalf("%v: pool %v", sp.Name, p.Endpoints)
 				}
 				checkEjected(t, st, sp, p)
+				if p.Refused >= RefusedOf || p.Refused > 0 && len(p.Endpoints) == 0 {
+					t.Fatalf("%v: %d of %d connections are refused, of pool %v", sp.Name, p.Refused, RefusedOf, p.Endpoints)
+				}
 			}
 			checkServing(t, sp)
 			for i, f := range sp.Frontends {

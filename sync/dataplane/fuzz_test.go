@@ -164,7 +164,48 @@ func (d *dice) service(n snapshot.Name) *snapshot.Service {
 			NodePort: pick[uint16](d, 0, 80, 30080),
 		})
 	}
+	if d.n(4) == 1 {
+		svc.Backends = d.backends()
+	}
 	return svc
+}
+
+// backends refer to Services that there may be.
+func (d *dice) backends() *snapshot.Backends {
+	b := &snapshot.Backends{}
+	for _, port := range walkPortName[d.n(4)/3:] {
+		p := snapshot.PortBackends{Port: port}
+		for range 1 + d.n(3) {
+			p.To = append(p.To, snapshot.Backend{Service: pick(d, walkNames...), Port: pick(d, walkPorts...),
+				Weight: pick[uint32](d, 1, 1, 3, 80, 0, snapshot.MaxBackendWeight), Refused: pick(d, "", "", "", "x")})
+		}
+		b.Ports = append(b.Ports, p)
+	}
+	return b
+}
+
+// refer makes a Service refer to others that have a port for it, of which one has endpoints.
+func (d *dice) refer(delta *snapshot.Delta) {
+	port := snapshot.Port{Name: "web", Protocol: snapshot.TCP, Port: 80}
+	for _, n := range []snapshot.Name{name("b"), name("c"), name("a")} {
+		svc := d.service(n)
+		svc.Ports, svc.Backends = []snapshot.Port{port}, nil
+		delta.Services[n] = svc
+		if n == name("a") {
+			svc.ClusterIPs, svc.Backends = addrs("10.96.0.1 fd00:96::1"), d.backends()
+		}
+	}
+	sl := d.slice(name("s1"))
+	sl.Service = "b"
+	sl.Ports = append(sl.Ports, snapshot.SlicePort{Name: "web", Protocol: snapshot.TCP, Port: 8080})
+	delta.Slices[sl.Name] = sl
+}
+
+// referAtMost bounds how many endpoints a namespace refers to, for one test: see referLimits.
+func referAtMost(most int) (undo func()) {
+	usual := referLimits
+	referLimits.MaxPerService, referLimits.MaxPerNamespace = most, most
+	return func() { referLimits = usual }
 }
 
 func (d *dice) slice(n snapshot.Name) *snapshot.Slice {
@@ -188,7 +229,7 @@ func (d *dice) slice(n snapshot.Name) *snapshot.Slice {
 func (d *dice) delta() snapshot.Delta {
 	delta := snapshot.Delta{Services: map[snapshot.Name]*snapshot.Service{}, Slices: map[snapshot.Name]*snapshot.Slice{}}
 	for range 1 + d.n(4) {
-		switch d.n(17) {
+		switch d.n(18) {
 		case 0, 1, 2, 3:
 			n := pick(d, walkNames...)
 			delta.Services[n] = d.service(n)
@@ -226,6 +267,8 @@ func (d *dice) delta() snapshot.Delta {
 			sl.Service = KubernetesService.Name
 			sl.Endpoints = append(sl.Endpoints, endpoint(pick(d, "10.96.0.9", "192.168.0.9", "fd00:96::1"), "there"))
 			delta.Slices[KubernetesService] = sl
+		case 17:
+			d.refer(&delta)
 		}
 	}
 	return delta
@@ -245,6 +288,7 @@ func FuzzIncrementalEqualsFull(f *testing.F) {
 	f.Fuzz(func(t *testing.T, data []byte) {
 		d := &dice{data}
 		cfg := d.config()
+		defer referAtMost(pick(d, maxEndpoints, 3, 7))() // of which the small ones keep nothing out, as those of IPVS
 		p, s := NewPlanner(cfg), snapshot.New()
 		p.Apply(s, snapshot.Change{})
 		known, old := map[Conflict]bool{}, map[snapshot.Name]*Service{}
@@ -392,8 +436,8 @@ func dump(st *State) string {
 func TestWalkMeetsConflicts(t *testing.T) {
 	r := rand.New(rand.NewPCG(5, 6))
 	conflicts, older, droppedPools, sources, noted := 0, 0, 0, 0, map[From]int{}
-	ejected, retried := 0, 0
-	for range 2600 {
+	ejected, retried, refused, shared := 0, 0, 0, 0
+	for range 4000 {
 		data := make([]byte, 400)
 		for j := range data {
 			data[j] = byte(r.Uint32())
@@ -417,6 +461,12 @@ func TestWalkMeetsConflicts(t *testing.T) {
 				}
 				for _, p := range []*Pool{sp.Cluster, sp.Local} {
 					ejected += len(p.Ejected)
+					if p.Refused > 0 {
+						refused++
+					}
+					if len(p.Endpoints) > 1 && s.Services[svc.Name].Backends != nil {
+						shared++
+					}
 					if p.RetryRefused {
 						retried++
 					}
@@ -433,9 +483,10 @@ func TestWalkMeetsConflicts(t *testing.T) {
 		}
 	}
 	if conflicts < 100 || older < 50 || droppedPools < 20 || sources < 100 || len(noted) != 3 || ejected < 10 ||
-		retried < 10 {
+		retried < 10 || refused < 20 || shared < 20 {
 		t.Errorf("more rounds are needed: conflicts %d of 100, by age %d of 50, drops %d of 20, sources %d of 100, "+
-			"routes %v, ejected %d of 10, retried %d of 10", conflicts, older, droppedPools, sources, noted, ejected, retried)
+			"routes %v, ejected %d of 10, retried %d of 10, with refused shares %d of 20, of backends %d of 20",
+			conflicts, older, droppedPools, sources, noted, ejected, retried, refused, shared)
 	}
 }
 

@@ -11,14 +11,15 @@ import (
 // LocalReady counts the distinct addresses of a Service's ready endpoints on a node, for each family. Terminating
 // endpoints, and those with the weight 0, are not counted even if only they serve: this is how a load balancer learns
 // to send new clients elsewhere.
-// Traffic policies and topology make no difference.
+// Traffic policies and topology make no difference. That others refer to too many endpoints is not known here: see
+// TooManyBackends.
 func LocalReady(nodeName string, s *snapshot.Snapshot, n snapshot.Name) (ipv4s, ipv6s int) {
 	svc := s.Services[n]
 	if svc == nil {
 		return 0, 0
 	}
 	b := builder{host: host{nodeName: nodeName}}
-	b.loadSlices(svc, s.Slices[n])
+	b.load(s, svc)
 	b.schedule(svc)
 	var counts ipfamily.Per[int]
 	for _, f := range ipfamily.All {

@@ -87,11 +87,14 @@ func (p *Planner) Apply(s *snapshot.Snapshot, c snapshot.Change) (Change, []Conf
 		names = slices.Collect(maps.Keys(s.Services))
 	}
 	names = p.build.update(&p.reservations, s, names)
+	if flipped := p.build.refer(s, slices.Values(names)); len(flipped) > 0 {
+		names = Change{Services: names}.With(Change{Services: flipped}).Services
+	}
 	u := update{Planner: p, snapshot: s}
 	if all {
 		u.build.budget.recheckAll()
 		u.build.slots.recheckAll()
-		u.reconsiderAll()
+		u.reconsiderAll(names)
 	} else {
 		u.reconsider(names)
 	}
@@ -167,8 +170,13 @@ func (u *update) reconsider(names []snapshot.Name) {
 	}
 }
 
-// reconsiderAll recomputes every Service and rebuilds the claims.
-func (u *update) reconsiderAll() {
+// reconsiderAll recomputes every Service and rebuilds the claims. names are those that changed.
+func (u *update) reconsiderAll(names []snapshot.Name) {
+	for _, n := range names {
+		if u.snapshot.Services[n] == nil {
+			u.build.forget(n)
+		}
+	}
 	u.before = u.claims.contested
 	u.claims = newClaims(max(len(u.claims.only), len(u.snapshot.Services)))
 	u.moved = make([]move, 0, len(u.snapshot.Services))

@@ -116,22 +116,22 @@ func (b *builder) failover(svc *snapshot.Service) failover {
 	if !svc.ExternalLocal || svc.ExternalFailover == snapshot.FailoverDrop {
 		return noFailover
 	}
-	included := func(filter endpointFilter) bool {
+	included := func(fs filters) bool {
 		for i := range b.candidates {
-			if filter.decide(&b.candidates[i]).Included() {
+			if fs.decide(&b.candidates[i]).Included() {
 				return true
 			}
 		}
 		return false
 	}
 	switch {
-	case included(b.localFilter()):
+	case included(b.localFilters()):
 		return noFailover
 	case svc.ExternalFailover == snapshot.FailoverCluster:
 		return failoverCluster
 	case svc.ExternalFailover == snapshot.FailoverReject:
 		return failoverReject
-	case included(b.clusterFilter()):
+	case included(b.clusterFilters()):
 		return failoverPass
 	}
 	return failoverPassAll

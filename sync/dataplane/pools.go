@@ -4,7 +4,6 @@ import (
 	"cmp"
 	"net/netip"
 	"slices"
-	"strings"
 
 	"github.com/verdict-proxy/verdict/internal/system/ipfamily"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
@@ -22,6 +21,8 @@ type candidate struct {
 	addr netip.AddrPort
 	*snapshot.Endpoint
 	local bool
+	// group is the backend's among those of the port; 0 if it has none.
+	group uint8
 	// parts is its share of new connections; with 0 it drains.
 	parts uint32
 	// order is the position in the slices. It decides between two entries that differ in nothing else.
@@ -32,6 +33,9 @@ type candidate struct {
 // publishNotReadyAddresses an endpoint may be both: then it counts as ready.
 func (c *candidate) ready() bool       { return c.Ready }
 func (c *candidate) terminating() bool { return c.Serving && c.Terminating }
+
+// usable reports whether it can be in some pool.
+func (c *candidate) usable() bool { return !c.drains() && (c.ready() || c.terminating()) }
 
 // drains reports whether the weight 0 keeps new connections from it.
 func (c *candidate) drains() bool { return c.parts == 0 }
@@ -53,35 +57,48 @@ func compareCandidates(a, b candidate) int {
 	if c := a.addr.Compare(b.addr); c != 0 {
 		return c
 	}
-	return cmp.Or(cmp.Compare(a.preference(), b.preference()), cmp.Compare(a.order, b.order))
+	return cmp.Or(cmp.Compare(a.group, b.group), cmp.Compare(a.preference(), b.preference()),
+		cmp.Compare(a.order, b.order))
 }
 
-// collectEndpoints fills b.candidates with the port's endpoints of one family, sorted by AddrPort and unique.
+// collectEndpoints fills b.candidates with the port's endpoints of one family, sorted by AddrPort and group, and
+// unique.
 func (b *builder) collectEndpoints(p *snapshot.Port, f ipfamily.Family) {
 	b.collectCandidates(p, f)
 	b.candidates = slices.CompactFunc(b.candidates, sameAddr)
 }
 
-func sameAddr(x, y candidate) bool { return x.addr == y.addr }
+func sameAddr(x, y candidate) bool { return x.addr == y.addr && x.group == y.group }
 
 // collectCandidates fills b.candidates with every entry for the port's endpoints of one family, up to the limit of a
-// port. Entries with the same AddrPort are adjacent, and the first one counts.
+// port. Entries with the same AddrPort are adjacent, and the first one of a group counts.
 func (b *builder) collectCandidates(p *snapshot.Port, f ipfamily.Family) {
 	b.candidates = b.candidates[:0]
-	if b.index != nil {
+	switch {
+	case b.backends != nil:
+		b.addGroups(p, f)
+	case b.index != nil:
 		for _, at := range b.index[portKey{p.Name, p.Protocol}] {
 			b.addCandidates(at.slice, at.port, f)
 		}
-	} else {
-		for _, sl := range b.slices {
-			for _, sp := range sl.Ports {
-				if sp.Name == p.Name && sp.Protocol == p.Protocol {
-					b.addCandidates(sl, sp.Port, f)
-				}
+	default:
+		b.addNamed(b.slices, p.Name, p.Protocol, f)
+	}
+	slices.SortFunc(b.candidates, compareCandidates)
+	if len(b.groups) > 1 {
+		b.agreeOnNodes()
+	}
+}
+
+// addNamed adds the endpoints of those slices that have a port.
+func (b *builder) addNamed(of []*snapshot.Slice, name string, protocol snapshot.Protocol, f ipfamily.Family) {
+	for _, sl := range of {
+		for _, sp := range sl.Ports {
+			if sp.Name == name && sp.Protocol == protocol {
+				b.addCandidates(sl, sp.Port, f)
 			}
 		}
 	}
-	slices.SortFunc(b.candidates, compareCandidates)
 }
 
 // addCandidates adds the endpoints of a slice until the limit is reached.
@@ -140,22 +157,25 @@ func (b *builder) fillPools(sp *ServicePort, wantCluster, wantLocal bool) {
 
 // clusterSet is every ready endpoint that the topology hints assign to this node, or else every terminating endpoint
 // that still serves.
-func (b *builder) clusterSet() *Pool { return b.poolOf(b.clusterFilter()) }
+func (b *builder) clusterSet() *Pool { return b.poolOf(b.clusterFilters()) }
 
 // localSet is every ready endpoint on this node, or else every terminating endpoint on this node that still serves. It
 // ignores hints.
 func (b *builder) localSet() *Pool {
-	pool := b.poolOf(b.localFilter())
-	usable := func(c candidate) bool { return !c.drains() && (c.ready() || c.terminating()) }
+	pool := b.poolOf(b.localFilters())
+	usable := func(c candidate) bool { return c.usable() }
 	if len(pool.Endpoints) == 0 && slices.ContainsFunc(b.candidates, usable) {
 		return poolNoLocalEndpoints
 	}
 	return pool
 }
 
-// poolOf returns the pool that a filter selects.
-func (b *builder) poolOf(filter endpointFilter) *Pool {
-	endpoints := b.endpointsWhere(func(c *candidate) bool { return filter.decide(c).Included() })
+// poolOf returns the pool that filters select.
+func (b *builder) poolOf(fs filters) *Pool {
+	if b.backends != nil {
+		return b.merged(fs)
+	}
+	endpoints := b.endpointsWhere(func(c *candidate) bool { return fs.decide(c).Included() })
 	if len(endpoints) == 0 {
 		return poolNoEndpoints
 	}
@@ -169,9 +189,10 @@ func (b *builder) poolOf(filter endpointFilter) *Pool {
 func (b *builder) serving(pools ...*Pool) []Endpoint {
 	serves := func(c *candidate) bool { return c.Ready || c.Serving }
 	n := 0
+	var last netip.AddrPort // of several in a row, since groups may have the same
 	for i := range b.candidates {
-		if serves(&b.candidates[i]) {
-			n++
+		if c := &b.candidates[i]; serves(c) && c.addr != last {
+			n, last = n+1, c.addr
 		}
 	}
 	for _, p := range pools {
@@ -179,7 +200,8 @@ func (b *builder) serving(pools ...*Pool) []Endpoint {
 			return p.Endpoints
 		}
 	}
-	return b.endpointsWhere(serves)
+	same := func(x, y Endpoint) bool { return x.AddrPort == y.AddrPort }
+	return slices.CompactFunc(b.endpointsWhere(serves), same)
 }
 
 // endpointsWhere returns the selected candidates without weights, and sets b.parts to their shares; nil if there are
@@ -227,17 +249,11 @@ type (
 	}
 )
 
-// loadSlices fills b.slices with a Service's slices, ordered by name, so that the answer never depends on the order of
-// a Go map.
+// loadSlices fills b.slices with a Service's slices, ordered by name.
 func (b *builder) loadSlices(svc *snapshot.Service, of map[string]*snapshot.Slice) {
 	b.slices, b.index, b.overCapacity = b.slices[:0], nil, false
 	b.maxPerPort = max(maxEndpoints/max(len(svc.Ports), 1), 1)
-	for _, sl := range of {
-		b.slices = append(b.slices, sl)
-	}
-	if len(b.slices) > 1 {
-		slices.SortFunc(b.slices, func(x, y *snapshot.Slice) int { return strings.Compare(x.Name.Name, y.Name.Name) })
-	}
+	b.slices = sortedSlices(b.slices, of)
 	ports := 0
 	for i, sl := range b.slices {
 		if ports += len(sl.Ports); ports > maxSlicePorts {

@@ -111,6 +111,12 @@ const (
 	// WithAffinity: IPVS remembers every client of a Service with session affinity, without a bound. Only the operator can
 	// ask for that, with IPVSAlways. All frontends of the Service have this reason.
 	WithAffinity
+	// WithBackends: the endpoints of other Services serve it, by shares that IPVS cannot keep, of which it cannot refuse
+	// one. All frontends of the Service have this reason.
+	WithBackends
+	// TooManyBackends: with this Service, the Services of its namespace refer to more endpoints of others than one Service
+	// may have. It has no endpoints. All its frontends have this reason.
+	TooManyBackends
 	// SlotsFull: with this Service, the Services of its namespace ask for more than MaxSlotsPerNamespace slots. All its
 	// frontends have this reason.
 	SlotsFull
@@ -125,6 +131,8 @@ var notScheduledTexts = [...]string{
 	"it asks IPVS for too many virtual services and destinations",
 	"with the older Services of its namespace, it asks IPVS for too many virtual services and destinations",
 	"it has session affinity, for which IPVS would remember every client, without a bound",
+	"the shares of its backends are not for IPVS",
+	"with the older Services of its namespace, it refers to too many endpoints of other Services; it gets none of them",
 	"with the older Services of its namespace, it asks for too many slots by weights, hashes and slow starts; " +
 		"its endpoints have equal chances",
 }

@@ -22,6 +22,16 @@ type builder struct {
 	// maxPerPort is how many endpoints a port may have; overCapacity says that the Service has more.
 	maxPerPort   int
 	overCapacity bool
+	// in is the snapshot, and backends are the Service's: nil if its own slices serve it. backings are those that were
+	// asked for since refer. groups are the backends of the port whose endpoints were collected.
+	in       *snapshot.Snapshot
+	backends *snapshot.Backends
+	backings map[snapshot.Name]*backing
+	groups   []group
+	// referred records to how many endpoints all Services refer. tooFar says that the Service refers to too many: it has
+	// none then.
+	referred budget
+	tooFar   bool
 	// health is what this node found out about the Service's endpoints; nil if none is unhealthy.
 	health *snapshot.Health
 	// starting are the Service's endpoints that start slowly; nil if there are none.
@@ -55,7 +65,7 @@ func (b *builder) service(s *snapshot.Snapshot, n snapshot.Name) *Service {
 		b.forget(n)
 		return nil
 	}
-	b.loadSlices(svc, s.Slices[n])
+	b.load(s, svc)
 	b.others = nil
 	b.health = s.Health[n]
 	b.schedule(svc)
@@ -78,7 +88,7 @@ func (b *builder) service(s *snapshot.Snapshot, n snapshot.Name) *Service {
 		b.forget(n)
 		return nil
 	}
-	out.OverCapacity = b.overCapacity
+	out.OverCapacity = b.overCapacity || b.tooFar
 	b.edge(out)
 	b.applyBudget(out, svc)
 	b.applySlotBudget(out, svc)

@@ -63,18 +63,16 @@ func (p *Pool) slots(h Hash) int {
 	case h != NoHash:
 		return largeHashSlots
 	}
-	divisor, sum := 0, 0
+	divisor, sum := uint64(0), uint64(0)
 	for i := range p.Endpoints {
-		share := p.Endpoints[i].Share()
+		share := uint64(p.Endpoints[i].Share())
 		sum += share
-		for share != 0 {
-			divisor, share = share, divisor%share
-		}
+		divisor = gcd(divisor, share)
 	}
-	if sum /= divisor; sum == n {
+	if sum /= divisor; sum == uint64(n) {
 		return 0
 	}
-	return min(sum, max(weightSlots, weightSlotsPerEndpoint*n))
+	return min(int(sum), max(weightSlots, weightSlotsPerEndpoint*n))
 }
 
 // equalize removes the weights of a pool that nobody else holds.

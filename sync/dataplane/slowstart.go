@@ -14,7 +14,7 @@ var weightedSchedulers = []string{"wrr", "wlc", "sed", "nq"}
 // endpoint cannot give them less than others.
 func (b *builder) startingOf(s *snapshot.Snapshot, svc *snapshot.Service) *snapshot.Starting {
 	byIPVS := b.scheduling != nil && !slices.Contains(weightedSchedulers, b.scheduling.Scheduler)
-	if byIPVS || hashOf(svc) != NoHash {
+	if byIPVS || hashOf(svc) != NoHash || svc.Backends != nil {
 		return nil
 	}
 	return s.Starting[svc.Name]

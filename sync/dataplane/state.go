@@ -63,8 +63,8 @@ type Service struct {
 	LoadBalancerIPs []netip.Addr
 	// HealthCheckNodePort is the TCP port at which load balancers ask whether this node has endpoints; 0 means none.
 	HealthCheckNodePort uint16
-	// OverCapacity says that the Service's slices have more endpoints than a Service may have. Those in the last slices by
-	// name are left out.
+	// OverCapacity says that the Service has more endpoints than it may have. Those in the last slices by name are left
+	// out, and all of them if others refer to too many: see TooManyBackends.
 	OverCapacity bool
 	// Counters is the Service's claim on the budget for counters. It changes nothing for a packet.
 	Counters snapshot.Counters

@@ -250,7 +250,7 @@ func nodeOffset(node string, port PortName) float64 {
 // askForZones records whether a Service asks for near endpoints.
 func (b *builder) askForZones(svc *snapshot.Service) {
 	b.zonePlan, b.zoneDemand, b.nearAsked = nil, nil, false
-	if svc.Scheduling != nil {
+	if svc.Scheduling != nil && svc.Backends == nil { // which have shares of their own
 		b.nearAsked, b.zoneDemand = svc.Scheduling.PreferNear, svc.Scheduling.ZoneDemand
 		b.hashAsked = hashOf(svc) != NoHash
 	}

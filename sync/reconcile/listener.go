@@ -109,6 +109,8 @@ type Transaction struct {
 type InSync struct {
 	// Snapshot is what is programmed. It is valid until the call returns.
 	Snapshot *snapshot.Snapshot
+	// State is what follows from it, valid as long.
+	State *dataplane.State
 	// Change names the Services that may differ from the previous call.
 	Change snapshot.Change
 	// Triggers are when the changes of slices since the previous call began.

@@ -179,7 +179,7 @@ func (l *Loop) restAfter(took, heavy time.Duration) time.Duration {
 
 // ack reports that the kernel holds everything that was taken from the queue.
 func (l *Loop) ack() {
-	s := InSync{l.snapshot, l.unacked, l.Queue.Ack(l.queued.held())}
+	s := InSync{l.snapshot, l.Planner.State(), l.unacked, l.Queue.Ack(l.queued.held())}
 	l.unacked = snapshot.Change{}
 	notify(l, func(h *Listener) func(InSync) { return h.InSync }, s)
 }
@@ -262,7 +262,7 @@ func (l *Loop) step(ctx context.Context, delta snapshot.Delta) error {
 	before := l.Planner.Before()
 	l.reportCrowded(change, before)
 	l.reportNowhere(change, before)
-	l.reportUnscheduled(change, before)
+	l.unacked = l.unacked.With(l.reportUnscheduled(change, before))
 	l.want.planned(change, before)
 	policy := time.Since(start)
 	l.reportContests(contests)
@@ -356,7 +356,7 @@ func (l *Loop) reportContests(contests []dataplane.ConflictSummary) {
 func (l *Loop) reportCrowded(change dataplane.Change, before []*dataplane.Service) {
 	for i, n := range change.Services {
 		if svc := l.Planner.State().Services[n]; svc != nil && svc.OverCapacity &&
-			(before[i] == nil || !before[i].OverCapacity) {
+			(before[i] == nil || !before[i].OverCapacity) && svc.NotScheduled() != dataplane.TooManyBackends {
 			l.Log.Warn("this Service has too many endpoints; only some are used", "service", n.String())
 		}
 	}

@@ -277,7 +277,8 @@ func (t *fairQueue) charge(now time.Time, took time.Duration, left []snapshot.Na
 }
 
 // weigh returns about how many elements have to be compared for a change of an object: those of the Service in force,
-// the addresses that it asks for, and the object's own.
+// the addresses that it asks for, and the object's own; and those of the Services that refer to it, also of other
+// namespaces, which have to be granted that.
 func (l *Loop) weigh(o object, d *snapshot.Delta) int {
 	w, owner := 1, o.name
 	if o.kind == aSlice {
@@ -292,7 +293,13 @@ func (l *Loop) weigh(o object, d *snapshot.Delta) int {
 			w += len(svc.Ports)*(1+len(svc.ExternalIPs)+len(svc.LoadBalancerIPs)) + rangeWeight*len(svc.SourceRanges)
 		}
 	}
-	return w + weightOf(l.Planner.State().Services[owner])
+	services := l.Planner.State().Services
+	for n := range l.snapshot.Referrers(owner) {
+		if w += 1 + weightOf(services[n]); w > maxNamespaceWeight { // more makes no difference
+			break
+		}
+	}
+	return w + weightOf(services[owner])
 }
 
 // weightOf returns about how many elements a Service has. The Service may be nil.

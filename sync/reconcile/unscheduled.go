@@ -10,10 +10,11 @@ import (
 )
 
 // reportUnscheduled reports Services that ask for IPVS and do not get it, wholly or at some addresses, because of a
-// limit of Verdict and not of the kernel.
-func (l *Loop) reportUnscheduled(change dataplane.Change, before []*dataplane.Service) {
+// limit of Verdict and not of the kernel; and those that get no endpoints for such a limit. It returns those that have
+// come to that limit, or fallen below it.
+func (l *Loop) reportUnscheduled(change dataplane.Change, before []*dataplane.Service) (also snapshot.Change) {
 	news, moved := map[snapshot.Name]error{}, map[snapshot.Name]dataplane.NotScheduled{}
-	var wholly []string
+	var wholly, far []string
 	var why error
 	for i, n := range change.Services {
 		was, is := before[i].NotScheduled(), l.Planner.State().Services[n].NotScheduled()
@@ -23,7 +24,13 @@ func (l *Loop) reportUnscheduled(change dataplane.Change, before []*dataplane.Se
 		if was.WholeService() || is.WholeService() {
 			moved[n] = is
 		}
+		if was == dataplane.TooManyBackends || is == dataplane.TooManyBackends {
+			also.Services = append(also.Services, n)
+		}
 		switch svc := l.snapshot.Services[n]; {
+		case is == dataplane.TooManyBackends:
+			news[n] = errors.New(is.String())
+			far = append(far, n.String())
 		case is.WholeService():
 			news[n] = errors.New(is.String())
 			wholly, why = append(wholly, n.String()), news[n]
@@ -38,17 +45,25 @@ func (l *Loop) reportUnscheduled(change dataplane.Change, before []*dataplane.Se
 		l.Log.Warn("IPVS does not schedule these Services; nftables chooses their endpoints until it does",
 			"services", len(wholly), "such_as", suchAs(wholly), "err", why)
 	}
+	if far != nil {
+		l.Log.Warn("these Services refer to too many endpoints of other Services, and get none until there are fewer",
+			"services", len(far), "such_as", suchAs(far))
+	}
 	if len(news) > 0 {
 		notify(l, func(h *Listener) func(*dataplane.Refused) { return h.Unscheduled },
 			&dataplane.Refused{Services: news, Scheduling: true, Instead: l.chosenInstead(news)})
 	}
+	return also
 }
 
 // chosenInstead returns how the backend chooses the endpoints of Services that IPVS does not schedule.
 func (l *Loop) chosenInstead(of map[snapshot.Name]error) map[snapshot.Name]string {
 	out := make(map[snapshot.Name]string, len(of))
 	for n := range of {
-		out[n] = l.Planner.State().Services[n].ChosenBy()
+		svc := l.Planner.State().Services[n]
+		if out[n] = svc.ChosenBy(); svc.NotScheduled() == dataplane.TooManyBackends {
+			out[n] = "from none"
+		}
 	}
 	return out
 }

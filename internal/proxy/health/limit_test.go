@@ -13,6 +13,7 @@ import (
 	"time"
 
 	"github.com/verdict-proxy/verdict/sync/dataplane"
+	"github.com/verdict-proxy/verdict/sync/reconcile"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
@@ -79,7 +80,7 @@ func tooManyNodePorts(t *testing.T) {
 		s.Services[name] = &snapshot.Service{Name: name, HealthCheckNodePort: uint16(30000 + i),
 			ClusterIPs: []netip.Addr{netip.AddrFrom4([4]byte{10, 96, 0, byte(i)})}}
 	}
-	n.InSync(s, snapshot.Change{Globals: true, Services: names})
+	n.InSync(reconcile.InSync{Snapshot: s, Change: snapshot.Change{Globals: true, Services: names}})
 	open := strings.Split(sockets.list(), ", ")
 	if len(failed) != 1 || !errors.Is(failed[0], errTooMany) || len(open) != 2 {
 		t.Errorf("open are %q, failed %v", open, failed)
@@ -89,7 +90,7 @@ func tooManyNodePorts(t *testing.T) {
 			delete(s.Services, name)
 		}
 	}
-	n.InSync(s, snapshot.Change{Services: names})
+	n.InSync(reconcile.InSync{Snapshot: s, Change: snapshot.Change{Services: names}})
 	time.Sleep(retryMost)
 	if now := strings.Split(sockets.list(), ", "); len(now) != 2 || now[0] == open[0] {
 		t.Errorf("open are %q, were %q", now, open)

@@ -99,12 +99,12 @@ const (
 
 // Listener connects the NodePorts to a loop.
 func (n *NodePorts) Listener() reconcile.Listener {
-	return reconcile.Listener{InSync: func(s reconcile.InSync) { n.InSync(s.Snapshot, s.Change) }}
+	return reconcile.Listener{InSync: n.InSync}
 }
 
-// InSync updates the checks to what is programmed; change lists what may have changed. Its cost depends on the change,
-// and it opens no port itself.
-func (n *NodePorts) InSync(s *snapshot.Snapshot, change snapshot.Change) {
+// InSync updates the checks to what is programmed. Its cost depends on the change, and it opens no port itself.
+func (n *NodePorts) InSync(in reconcile.InSync) {
+	s, change := in.Snapshot, in.Change
 	n.mu.Lock()
 	defer n.mu.Unlock()
 	n.init()
@@ -118,7 +118,7 @@ func (n *NodePorts) InSync(s *snapshot.Snapshot, change snapshot.Change) {
 		}
 	}
 	for _, name := range change.Services {
-		n.update(s, name)
+		n.update(&in, name)
 	}
 }
 
@@ -146,8 +146,8 @@ func (n *NodePorts) markDirty(c *check) {
 }
 
 // update updates one Service.
-func (n *NodePorts) update(s *snapshot.Snapshot, name snapshot.Name) {
-	c, svc := n.checks[name], s.Services[name]
+func (n *NodePorts) update(in *reconcile.InSync, name snapshot.Name) {
+	c, svc := n.checks[name], in.Snapshot.Services[name]
 	if svc == nil || svc.HealthCheckNodePort == 0 {
 		if c != nil {
 			n.removeCheck(c)
@@ -171,7 +171,10 @@ func (n *NodePorts) update(s *snapshot.Snapshot, name snapshot.Name) {
 		n.addCheck(c)
 		n.markDirty(c)
 	}
-	c.ready[0], c.ready[1] = dataplane.LocalReady(n.Config.NodeName, s, name)
+	c.ready = ipfamily.Per[int]{}
+	if in.State == nil || in.State.Services[name].NotScheduled() != dataplane.TooManyBackends { // else it has none at all
+		c.ready[0], c.ready[1] = dataplane.LocalReady(n.Config.NodeName, in.Snapshot, name)
+	}
 }
 
 // addCheck adds a check to those of its port, and removeCheck removes it. Both make Run look at the others, too.

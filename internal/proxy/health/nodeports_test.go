@@ -21,6 +21,7 @@ import (
 	"github.com/verdict-proxy/verdict/internal/lab/labtest"
 	"github.com/verdict-proxy/verdict/internal/system/testkit"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
+	"github.com/verdict-proxy/verdict/sync/reconcile"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
@@ -136,7 +137,7 @@ func running(t *testing.T, ports *NodePorts) (apply func(...snapshot.Delta), sto
 		for i := range deltas {
 			d.Merge(deltas[i])
 		}
-		ports.InSync(snap, snap.Apply(d))
+		ports.InSync(reconcile.InSync{Snapshot: snap, Change: snap.Apply(d)})
 	}
 	return apply, func() { cancel(); labtest.Check(t, <-ended) }
 }
@@ -381,9 +382,9 @@ func BenchmarkSettled(b *testing.B) {
 				d.Merge(service(fmt.Sprint("s", i), uint16(30000+i), "10.96.0.1"))
 			}
 			d.Merge(addrDelta("192.0.2.1"))
-			ports.InSync(snap, snap.Apply(d))
+			ports.InSync(reconcile.InSync{Snapshot: snap, Change: snap.Apply(d)})
 			for b.Loop() {
-				ports.InSync(snap, snap.Apply(endpoints("s5", "10.1.0.1 10.1.0.2")))
+				ports.InSync(reconcile.InSync{Snapshot: snap, Change: snap.Apply(endpoints("s5", "10.1.0.1 10.1.0.2"))})
 			}
 		})
 	}
