@@ -167,14 +167,14 @@ func (c *portCompiler) compile() {
 			used[r.Pool] = used[r.Pool] || len(r.Pool.Endpoints) > 0
 		}
 	}
-	masquerade := c.internal(internal)
+	first := c.internal(internal)
 	if len(external) > 0 {
 		c.external(external)
 	}
 	var endpoints []dataplane.Endpoint
 	for _, pool := range [...]*dataplane.Pool{c.sp.Cluster, c.sp.Local} {
 		if used[pool] {
-			c.pool(pool, masquerade[pool])
+			c.pool(pool, first[pool])
 			endpoints = append(endpoints, pool.Endpoints...)
 		}
 	}
@@ -221,9 +221,10 @@ func (c *portCompiler) verdict(p *dataplane.Pool) (text, target string) {
 	return c.name + " has no endpoints", c.reject(c.sp.Name.Protocol)
 }
 
-// internal writes the rows of cluster IPs, and gives the rules that masquerade, by the pool before which they stand.
+// internal writes the rows of cluster IPs, and gives the rules that refuse a share and that masquerade, by the pool
+// before which they stand.
 func (c *portCompiler) internal(frontends []*dataplane.Frontend) map[*dataplane.Pool][]rule {
-	masquerade := map[*dataplane.Pool][]rule{}
+	first := map[*dataplane.Pool][]rule{}
 	for _, f := range frontends {
 		pool := f.Route(dataplane.Anyone).Pool
 		if len(pool.Endpoints) == 0 {
@@ -231,8 +232,10 @@ func (c *portCompiler) internal(frontends []*dataplane.Frontend) map[*dataplane.
 			c.row(filterServices, f.Key, "", text, target)
 			continue
 		}
+		before, after := keyMatch(f.Key)
 		if pool.Refused > 0 {
 			c.row(filterServices, f.Key, "", c.name+someRefused, c.reject(c.sp.Name.Protocol))
+			first[pool] = append(first[pool], c.refusedShare(before, after, pool))
 		}
 		text := c.name + " cluster IP"
 		c.row(natServices, f.Key, "", text, " -j "+c.poolChain(pool))
@@ -243,11 +246,16 @@ func (c *portCompiler) internal(frontends []*dataplane.Frontend) map[*dataplane.
 			}
 		}
 		if !none {
-			before, after := keyMatch(f.Key)
-			masquerade[pool] = append(masquerade[pool], c.rule(orderMatches(match, before), text, after+" -j "+markChain))
+			first[pool] = append(first[pool], c.rule(orderMatches(match, before), text, after+" -j "+markChain))
 		}
 	}
-	return masquerade
+	return first
+}
+
+// refusedShare leaves as many of some packets as they are as a pool refuses, for rows of the filter table to reject. It
+// stands before what marks packets, since what is marked is forwarded.
+func (c *portCompiler) refusedShare(before, after string, p *dataplane.Pool) rule {
+	return c.rule(before, c.name+someRefused, after+randomly(int(p.Refused), dataplane.RefusedOf)+" -j ACCEPT")
 }
 
 // orderMatches puts a match for pods where iptables-save has it: a source before the destination, an interface after
@@ -390,6 +398,9 @@ func (c *portCompiler) externalRules(routes []dataplane.Route) (rules []rule) {
 		case len(r.Pool.Endpoints) == 0 && i < len(routes)-1:
 			rules = append(rules, c.rule(before, text, after+" -j RETURN"))
 		case len(r.Pool.Endpoints) > 0:
+			if r.Pool.Refused > 0 {
+				rules = append(rules, c.refusedShare(before, after, r.Pool))
+			}
 			if r.SNAT {
 				rules = append(rules, c.rule(before, mark, after+" -j "+markChain))
 			}
@@ -423,8 +434,9 @@ func (c *compiler) recentMask() string {
 	return " --mask ffff:ffff:ffff:ffff:ffff:ffff:ffff:ffff --rsource"
 }
 
-// pool writes the chain that chooses an endpoint: who was here before goes where it was, all others to any of them.
-func (c *portCompiler) pool(p *dataplane.Pool, masquerade []rule) {
+// pool writes the chain that chooses an endpoint, behind other rules: who was here before goes where it was, all others
+// to any of them.
+func (c *portCompiler) pool(p *dataplane.Pool, first []rule) {
 	type choice struct {
 		text, chain string
 		share       int
@@ -435,11 +447,7 @@ func (c *portCompiler) pool(p *dataplane.Pool, masquerade []rule) {
 		left += ep.Share()
 	}
 	slices.SortFunc(choices, func(a, b choice) int { return strings.Compare(a.text, b.text) })
-	var rules []rule
-	if p.Refused > 0 { // it stays as it is, and rows of the filter table reject it
-		rules = []rule{c.rule("", c.name+someRefused, randomly(int(p.Refused), dataplane.RefusedOf)+" -j ACCEPT")}
-	}
-	rules = append(rules, masquerade...)
+	rules := first
 	if c.sp.Affinity > 0 {
 		seconds := strconv.Itoa(int(c.sp.Affinity / time.Second))
 		for _, ch := range choices {

@@ -144,6 +144,7 @@ func FuzzPlanEqualsFull(f *testing.F) {
 		delta := w.All()
 		for step := range int(steps % maxFuzzSteps) {
 			change, _ := planner.Apply(snap, snap.Apply(delta))
+			w.refuseSome(planner.State(), change)
 			txn := model.Plan(planner.State(), change)
 			if w.IntN(4) == 0 {
 				model.Revert(txn)

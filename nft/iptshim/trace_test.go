@@ -18,6 +18,7 @@ import (
 // policy says.
 func TestTraceAgreesWithExplain(t *testing.T) {
 	causes, n := map[dataplane.Cause]int{}, 0
+	share := func(sp *dataplane.ServicePort) uint16 { return uint16(len(sp.Name.String()) % 3 * 1234) }
 	for seed := range uint64(60) {
 		w, snap := newWorld(seed, 1+int(seed)%25), snapshot.New()
 		cfg := configs[seed%uint64(len(configs))]
@@ -27,6 +28,9 @@ func TestTraceAgreesWithExplain(t *testing.T) {
 			snap.Apply(snapshot.Delta{HostAddrs: &here})
 		}
 		st, _ := dataplane.Compute(cfg, snap)
+		for _, svc := range st.Services {
+			refuse(share, svc.Ports...)
+		}
 		model := New(Options{Dispatch: Dispatch(seed % 2)})
 		model.Plan(st, dataplane.Change{})
 		var chains ipfamily.Per[*packets.Chains]
@@ -36,6 +40,9 @@ func TestTraceAgreesWithExplain(t *testing.T) {
 		for _, k := range w.keys(st) {
 			q := w.question(snap, k)
 			x := dataplane.Explain(cfg, snap, q)
+			if x.Port != nil {
+				refuse(share, x.Port)
+			}
 			p := dataplane.Packet{Source: q.Source, Destination: q.Key.Addr, Protocol: q.Key.Protocol, Port: q.Key.Port,
 				Interface: q.Interface}
 			got := traced(t, chains[ipfamily.Of(k.Addr)], p, nil)

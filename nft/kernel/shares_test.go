@@ -4,7 +4,6 @@ import (
 	"context"
 	"fmt"
 	"hash/fnv"
-	"math"
 	"net/netip"
 	"strings"
 	"sync"
@@ -45,27 +44,6 @@ func refuseShare(st *dataplane.State, share uint16) *dataplane.State {
 		}
 	}
 	return st
-}
-
-// plausible reports whether k of n tries may succeed that each do with a chance: one correct test in 10^9 has fewer, or
-// more.
-func plausible(k, n int, chance float64) bool {
-	log := func(i int) float64 {
-		all, _ := math.Lgamma(float64(n + 1))
-		some, _ := math.Lgamma(float64(i + 1))
-		others, _ := math.Lgamma(float64(n - i + 1))
-		return all - some - others + float64(i)*math.Log(chance) + float64(n-i)*math.Log1p(-chance)
-	}
-	below, above := 0.0, 0.0
-	for i := range n + 1 {
-		if i <= k {
-			below += math.Exp(log(i))
-		}
-		if i >= k {
-			above += math.Exp(log(i))
-		}
-	}
-	return min(below, above) > 0.5e-9
 }
 
 // sharesCase is a way of choosing an endpoint, before which a share is refused.
@@ -142,7 +120,7 @@ func checkShare(t *testing.T, c *lab.Cluster, counters *Counters, st *dataplane.
 	if refused+served != sent || sent == 0 {
 		t.Errorf("%s, %d: %d packets are neither refused nor translated", what, share, sent-refused-served)
 	}
-	if !plausible(refused, sent, float64(share)/dataplane.RefusedOf) {
+	if !labtest.Plausible(refused, sent, float64(share)/dataplane.RefusedOf) {
 		t.Errorf("%s, %d: %d of %d are refused", what, share, refused, sent)
 	}
 }
@@ -187,7 +165,7 @@ func TestRefusedTCP(t *testing.T) {
 		for range dials {
 			outcomes[c.Pods[2].Dial(snapshot.TCP, to, lab.Options{Timeout: 10 * time.Second}).Outcome]++
 		}
-		if outcomes[lab.Answered]+outcomes[lab.Refused] != dials || !plausible(outcomes[lab.Refused], dials, 0.5) {
+		if outcomes[lab.Answered]+outcomes[lab.Refused] != dials || !labtest.Plausible(outcomes[lab.Refused], dials, 0.5) {
 			t.Errorf("%v: %v", f, outcomes)
 		}
 	}
@@ -226,7 +204,7 @@ func TestSharesChangeUnderLoad(t *testing.T) {
 				t.Errorf("%d hang or fail, %d are answered", n, answered)
 			}
 			all, most := int(answered+refused), float64(shares[1])/dataplane.RefusedOf
-			if float64(refused) > most*float64(all) && !plausible(int(refused), all, most) || all < 1000 {
+			if float64(refused) > most*float64(all) && !labtest.Plausible(int(refused), all, most) || all < 1000 {
 				t.Errorf("%d of %d are refused", refused, all)
 			}
 			quiet(t, b)
