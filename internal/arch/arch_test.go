@@ -49,7 +49,7 @@ var narrow = map[string][]string{
 	"internal/proxy/takeover":    {"internal/system"},
 	"internal/answers/inspect":   {"internal/answers/records", "internal/system", "internal/proxy", "sync"},
 	"internal/answers/records":   {"internal/system", "internal/proxy/flows"},
-	"internal/gateway/routes":    {"internal/system", "sync/snapshot"},
+	"internal/gateway/routes":    {"internal/system", "sync/snapshot", "sync/watch"},
 	"internal/lab":               {"internal/lab", "internal/system", "sync/snapshot"},
 	"internal/lab/benchmark":     {"internal/lab", "internal/system", "nft", "sync"},
 	"internal/lab/demo":          {"internal", "nft", "sync"},

@@ -17,6 +17,9 @@ import (
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
+// AnnotationBackends is the annotation of a Service that names the Services whose endpoints serve it.
+const AnnotationBackends = annotationDomain + nameBackends
+
 // ConditionGranted is the condition of a Service whose message names the Services of other namespaces that its backends
 // may be, separated by spaces, if its status is True. Unlike an annotation, no tenant can write it.
 const ConditionGranted = annotationDomain + "BackendsGranted"
@@ -31,7 +34,7 @@ const (
 )
 
 const (
-	ignoredWithBackends = "it is ignored with " + annotationDomain + nameBackends +
+	ignoredWithBackends = "it is ignored with " + AnnotationBackends +
 		": the shares of backends must not change with their endpoints"
 	// notGranted is why the share of a backend is refused that may be granted later.
 	notGranted = "it is in another namespace, and nothing grants it"

@@ -86,9 +86,6 @@ func addressesOf(s *corev1.Service) []address {
 	for _, ip := range s.Spec.ClusterIPs {
 		add(ip, true)
 	}
-	if s.Spec.Type != corev1.ServiceTypeLoadBalancer {
-		return list
-	}
 	for _, in := range s.Status.LoadBalancer.Ingress {
 		if in.IP != "" {
 			add(in.IP, false)

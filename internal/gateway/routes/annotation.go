@@ -10,12 +10,8 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
 	gatewayv1 "sigs.k8s.io/gateway-api/apis/v1"
-)
 
-// The annotation and the condition of a Gateway's Service.
-const (
-	annotationBackends = "verdict-proxy.github.io/backends"
-	conditionGranted   = "verdict-proxy.github.io/BackendsGranted"
+	"github.com/verdict-proxy/verdict/sync/watch"
 )
 
 const (
@@ -58,7 +54,7 @@ func (g *gateway) backends(most int) string {
 	most -= len(mustJSON(text)) + len(`,"ports":[]`)
 	for i := range g.listeners {
 		l := &g.listeners[i]
-		if !l.serves() || l.first == nil {
+		if l.first == nil {
 			continue
 		}
 		entry := portBackends{Port: l.portName(), Listener: string(l.Name), Route: l.first.name()}
@@ -106,7 +102,7 @@ func (b *backend) text(namespace string) backendText {
 }
 
 func grantedCondition(names []string) metav1.Condition {
-	c := condition(conditionGranted, len(names) > 0, "RoutesRefer", "", 0)
+	c := condition(watch.ConditionGranted, len(names) > 0, "RoutesRefer", "", 0)
 	c.Message = strings.Join(names, " ")
 	return c
 }

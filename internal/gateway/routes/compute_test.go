@@ -90,11 +90,13 @@ var rules = []struct {
 		[]string{"route db of db/: good", "needs db: [edge/db-verdict]", "granted db: shop/db"}},
 
 	// Listeners.
-	{"UDP", gatewayYAML("db", "{name: dns, protocol: UDP, port: 53, allowedRoutes: {namespaces: {from: All}}}") + services +
+	{"UDP", gatewayYAML("db", "{name: dns, protocol: UDP, port: 53, allowedRoutes: {namespaces: {from: All}}}") +
+		services +
 		strings.Replace(routeYAML("dns", toDB, "{name: db, port: 53}"), "TCPRoute", "UDPRoute", 1),
 		[]string{"service db: LoadBalancer [udp-53=53/UDP]", "listener db/dns: good [UDPRoute] 1",
 			"route dns of db/: good"}},
-	{"TCP and UDP on one port", gatewayYAML("db", "{name: a, protocol: TCP, port: 53}, {name: b, protocol: UDP, port: 53}"),
+	{"TCP and UDP on one port", gatewayYAML("db", "{name: a, protocol: TCP, port: 53}, "+
+		"{name: b, protocol: UDP, port: 53}"),
 		[]string{"gateway db: good", "service db: LoadBalancer [tcp-53=53/TCP udp-53=53/UDP]"}},
 	{"unsupported protocol alone", gatewayYAML("db", "{name: web, protocol: HTTP, port: 80}") +
 		routeYAML("db", toDB, dbOfShop),
@@ -115,6 +117,9 @@ var rules = []struct {
 	{"conflict of all", gatewayYAML("db", tcp5432+", {name: too, protocol: TCP, port: 5432}") + routeDB + services,
 		[]string{"gateway db: Accepted=False/ListenersNotValid Programmed=False/Invalid",
 			"route db of db/: Accepted=False/NoReadyListeners", "no service db"}},
+	{"conflict of UDP", gatewayYAML("db", "{name: a, protocol: UDP, port: 53}, {name: b, protocol: UDP, port: 53}"),
+		[]string{"listener db/b: Accepted=False/PortUnavailable Programmed=False/Invalid Conflicted=True/" +
+			"ProtocolConflict [UDPRoute] 0"}},
 	{"HTTP and HTTPS do not conflict here", gatewayYAML("db", "{name: a, protocol: HTTP, port: 80, hostname: a.b}, "+
 		"{name: b, protocol: HTTP, port: 80, hostname: b.b}"),
 		[]string{"listener db/a: Accepted=False/UnsupportedProtocol Programmed=False/Invalid [] 0"}},
@@ -150,8 +155,9 @@ var rules = []struct {
 			"listener db/a: Accepted=False/UnsupportedValue Programmed=False/Invalid [TCPRoute] 0",
 			"listener db/b: Accepted=False/UnsupportedValue Programmed=False/Invalid [TCPRoute] 0"}},
 	{"a word of tomorrow", gatewayYAML("db", "{name: a, protocol: TCP, port: 1, allowedRoutes: {namespaces: "+
-		"{from: Nearby}}}"),
-		[]string{"listener db/a: Accepted=False/UnsupportedValue Programmed=False/Invalid [TCPRoute] 0"}},
+		"{from: Nearby}}}") + strings.Replace(routeDB, "shop", "edge", 1),
+		[]string{"route db of db/: Accepted=False/NotAllowedByListeners ...",
+			"listener db/a: Accepted=False/UnsupportedValue Programmed=False/Invalid [TCPRoute] 0"}},
 
 	// References to parents.
 	{"sectionName", gatewayYAML("db", tcp5432+", {name: two, protocol: TCP, port: 2, allowedRoutes: "+
@@ -163,6 +169,8 @@ var rules = []struct {
 	{"sectionName and port of different listeners", gatewayDB + routeYAML("db",
 		"{namespace: edge, name: db, sectionName: db, port: 2}", dbOfShop),
 		[]string{"route db of db/db: Accepted=False/NoMatchingParent ...", "listener db/db: good [TCPRoute] 0"}},
+	{"an empty sectionName", gatewayDB + services + routeYAML("db", "{namespace: edge, name: db, sectionName: ''}",
+		dbOfShop), []string{"route db of db/: good"}},
 	{"all listeners of the kind", gatewayYAML("db", tcp5432+", {name: two, protocol: TCP, port: 2, allowedRoutes: "+
 		"{namespaces: {from: All}}}, {name: dns, protocol: UDP, port: 53, allowedRoutes: {namespaces: {from: All}}}") +
 		services + routeDB,
@@ -176,10 +184,18 @@ var rules = []struct {
 	{"one listener of two serves", gatewayYAML("db", tcp5432+", {name: a, protocol: TCP, port: 2, allowedRoutes: "+
 		"{namespaces: {from: All}}}, {name: b, protocol: HTTP, port: 2}") + routeDB + services,
 		[]string{"route db of db/: good", "listener db/db: good [TCPRoute] 1", "listener db/a: Accepted=False/" +
-			"PortUnavailable Programmed=False/Invalid Conflicted=True/ProtocolConflict [TCPRoute] 1"}},
+			"PortUnavailable Programmed=False/Invalid Conflicted=True/ProtocolConflict [TCPRoute] 1",
+			`backends db: {"for":"Gateway edge/db","ports":[{"port":"tcp-5432","listener":"db","route":"TCPRoute shop/db",` +
+				`"to":[{"service":"shop/db","port":5432,"weight":1}]}]}`}},
+
+	{"the listener that is referred to does not serve", gatewayYAML("db", tcp5432+", {name: a, protocol: TCP, "+
+		"port: 2, allowedRoutes: {namespaces: {from: All}}}, {name: b, protocol: HTTP, port: 2}") + services +
+		routeYAML("db", "{namespace: edge, name: db, sectionName: a}", dbOfShop),
+		[]string{"route db of db/a: Accepted=False/NoReadyListeners", "gateway db: Accepted=True/ListenersNotValid"}},
 
 	// Several routes of one listener.
-	{"the oldest wins", gatewayDB + services + routeYAML("z", toDB, dbOfShop) + routeYAML("a", toDB, "{name: db, port: 1}"),
+	{"the oldest wins", gatewayDB + services + routeYAML("z", toDB, dbOfShop) +
+		routeYAML("a", toDB, "{name: db, port: 1}"),
 		[]string{"listener db/db: good [TCPRoute] 2", "route z of db/: good", `backends db: {"for":"Gateway edge/db",` +
 			`"ports":[{"port":"tcp-5432","listener":"db","route":"TCPRoute shop/z",...`,
 			"route a of db/: ResolvedRefs=False/BackendNotFound"}},
@@ -190,8 +206,16 @@ var rules = []struct {
 			routeYAML("a", toDB, dbOfShop)),
 		[]string{`backends db: {"for":"Gateway edge/db","ports":[{"port":"tcp-5432","listener":"db",` +
 			`"route":"TCPRoute shop/a",...`, "listener db/db: good [TCPRoute] 2"}},
+	{"the same age: by namespace first", gatewayDB + services +
+		strings.NewReplacer("shop", "other", "name: a}", "name: a, creationTimestamp: 2026-01-01T00:00:00Z}").Replace(
+			routeYAML("a", toDB, dbOfShop)) +
+		strings.NewReplacer("shop", "edge", "name: z}", "name: z, creationTimestamp: 2026-01-01T00:00:00Z}").Replace(
+			routeYAML("z", toDB, dbOfShop)),
+		[]string{`backends db: {"for":"Gateway edge/db","ports":[{"port":"tcp-5432","listener":"db",` +
+			`"route":"TCPRoute edge/z",...`}},
 	{"a route that is not accepted does not win", gatewayDB + services +
-		"kind: TCPRoute\nmetadata: {namespace: shop, name: first}\nspec: {parentRefs: [" + toDB + "], rules: [{}, {}]}\n---\n" +
+		"kind: TCPRoute\nmetadata: {namespace: shop, name: first}\nspec: {parentRefs: [" + toDB +
+		"], rules: [{}, {}]}\n---\n" +
 		routeDB,
 		[]string{"route first of db/: Accepted=False/UnsupportedValue", "route db of db/: good",
 			"listener db/db: good [TCPRoute] 1", `backends db: {"for":"Gateway edge/db","ports":[{"port":"tcp-5432",` +
@@ -230,14 +254,17 @@ var rules = []struct {
 	{"granted to others, or something else", gatewayDB + services + routeYAML("db", toDB,
 		"{namespace: edge, name: near, port: 5432}") + grantYAML("TCPRoute", "other", "{group: '', kind: Service}") +
 		grantYAML("UDPRoute", "shop", "{group: '', kind: Service}") +
-		grantYAML("TCPRoute", "shop", "{group: '', kind: Service, name: far}, {group: '', kind: Secret, name: near}") +
+		grantYAML("TCPRoute", "shop", "{group: '', kind: Service, name: far}, {group: '', kind: Secret, name: near}, "+
+			"{group: a.b, kind: Service}") +
+		strings.Replace(grantYAML("TCPRoute", "shop", "{group: '', kind: Service}"), "gateway.networking.k8s.io", "a.b", 1) +
 		strings.Replace(grantYAML("TCPRoute", "shop", "{group: '', kind: Service}"), "edge", "other", 1),
 		[]string{"route db of db/: ResolvedRefs=False/RefNotPermitted"}},
 
 	// Classes.
-	{"another controller's class", "kind: GatewayClass\nmetadata: {name: else}\nspec: {controllerName: example.com/c}\n---\n" +
-		strings.Replace(gatewayDB, "verdict", "else", 1) + routeDB, []string{"no class else", "no gateway db", "no route db"}},
-	{"no such class", strings.Replace(gatewayDB, "verdict", "gone", 1) + routeDB, []string{"no gateway db", "no route db"}},
+	{"another controller's class", classYAML("else", "example.com/c") + strings.Replace(gatewayDB, "verdict", "else", 1) +
+		routeDB, []string{"no class else", "no gateway db", "no route db"}},
+	{"no such class", strings.Replace(gatewayDB, "verdict", "gone", 1) + routeDB,
+		[]string{"no gateway db", "no route db"}},
 	{"a Gateway that is being deleted", strings.Replace(gatewayDB, "name: db}", "name: db, deletionTimestamp: "+
 		"2026-01-01T00:00:00Z}", 1) + routeDB, []string{"no gateway db", "no route db"}},
 	{"parameters of a Gateway", gatewayYAML("db", tcp5432, "infrastructure: {parametersRef: {group: '', kind: ConfigMap, "+
@@ -247,9 +274,15 @@ var rules = []struct {
 			"listener db/db: Programmed=False/Pending [TCPRoute] 0"}},
 }
 
+// classYAML is a GatewayClass, with more fields of its spec.
+func classYAML(name, controller string, more ...string) string {
+	return "kind: GatewayClass\nmetadata: {name: " + name + "}\nspec:\n  controllerName: " + controller + "\n  " +
+		strings.Join(more, "\n  ") + "\n---\n"
+}
+
 func grantYAML(kind, from, to string) string {
-	return "kind: ReferenceGrant\nmetadata: {namespace: edge, name: g}\nspec: {from: [{group: gateway.networking.k8s.io, " +
-		"kind: " + kind + ", namespace: " + from + "}], to: [" + to + "]}\n---\n"
+	return "kind: ReferenceGrant\nmetadata: {namespace: edge, name: g}\nspec: {from: [" +
+		"{group: gateway.networking.k8s.io, kind: " + kind + ", namespace: " + from + "}], to: [" + to + "]}\n---\n"
 }
 
 // TestRules holds what the API says of listeners, references, routes, backends, grants and classes.

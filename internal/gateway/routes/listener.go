@@ -38,7 +38,7 @@ type listener struct {
 	// attached is how many routes are; last is the last of them.
 	attached int32
 	last     *route
-	// first is the oldest valid route that is attached: it alone is served.
+	// first is the oldest valid route that is attached: it alone is served. Nil if the listener is not.
 	first *route
 }
 

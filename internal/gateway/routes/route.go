@@ -128,7 +128,7 @@ func (c *computation) attach(r *route, ref *gatewayv1.ParentReference, g *gatewa
 			l.last = r
 			l.attached++
 		}
-		if l.first == nil || older(r.plan.Object, l.first.plan.Object) < 0 {
+		if l.serves() && (l.first == nil || older(r.plan.Object, l.first.plan.Object) < 0) {
 			l.first = r
 		}
 	}
@@ -162,18 +162,21 @@ func (r *route) accepted(a *attachment) metav1.Condition {
 		r.plan.Object.GetGeneration())
 }
 
+// mostLost is how many listeners with older routes a message names.
+const mostLost = 4
+
 // acceptedMessage says where older routes are served in place of the route.
 func (r *route) acceptedMessage(a *attachment) string {
 	var lost []string
 	for _, l := range a.listeners {
-		if l.serves() && l.first != r {
+		if l.first != nil && l.first != r && len(lost) < mostLost {
 			lost = append(lost, fmt.Sprintf("listener %s serves %s", l.Name, l.first.name()))
 		}
 	}
 	if len(lost) == 0 {
 		return "the route is served"
 	}
-	return "one route is served per listener, the oldest: " + strings.Join(lost[:min(len(lost), 4)], ", ")
+	return "one route is served per listener, the oldest: " + strings.Join(lost, ", ")
 }
 
 // planRoute adds a route with the conditions of all its parents to the plan.

@@ -13,6 +13,8 @@ import (
 	"k8s.io/apimachinery/pkg/util/intstr"
 	"k8s.io/apimachinery/pkg/util/validation"
 	gatewayv1 "sigs.k8s.io/gateway-api/apis/v1"
+
+	"github.com/verdict-proxy/verdict/sync/watch"
 )
 
 // annotationInfrastructure names the labels and annotations that a Service has because its Gateway's infrastructure has
@@ -24,7 +26,8 @@ const annotationInfrastructure = "gateway.verdict-proxy.github.io/infrastructure
 func ServiceName(gateway types.NamespacedName) types.NamespacedName {
 	name := gateway.Name + "-verdict"
 	if len(validation.IsDNS1035Label(name)) > 0 {
-		name = fmt.Sprintf("gateway-%x-verdict", sha256.Sum256([]byte(gateway.Name)))[:len("gateway--verdict")+32]
+		sum := sha256.Sum256([]byte(gateway.Name))
+		name = fmt.Sprintf("gateway-%x-verdict", sum[:16])
 	}
 	return types.NamespacedName{Namespace: gateway.Namespace, Name: name}
 }
@@ -114,7 +117,7 @@ func (g *gateway) addMetadata(s *corev1.Service, backends string) {
 			s.Labels[label] = value
 		}
 	}
-	s.Annotations[annotationBackends] = backends
+	s.Annotations[watch.AnnotationBackends] = backends
 	if delete(s.Annotations, annotationInfrastructure); len(propagated) > 0 {
 		s.Annotations[annotationInfrastructure] = strings.Join(propagated, " ")
 	}
@@ -128,7 +131,6 @@ func MergeService(has, want *corev1.Service) (*corev1.Service, bool) {
 	dropPropagated(s)
 	s.Labels = withAll(s.Labels, want.Labels)
 	s.Annotations = withAll(s.Annotations, want.Annotations)
-	s.OwnerReferences = want.OwnerReferences
 	s.Spec.Type, s.Spec.Selector, s.Spec.IPFamilyPolicy = want.Spec.Type, nil, want.Spec.IPFamilyPolicy
 	s.Spec.Ports = slices.Clone(want.Spec.Ports)
 	s.Spec.ExternalTrafficPolicy = want.Spec.ExternalTrafficPolicy

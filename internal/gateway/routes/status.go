@@ -11,6 +11,7 @@ import (
 	gatewayv1 "sigs.k8s.io/gateway-api/apis/v1"
 
 	"github.com/verdict-proxy/verdict/internal/system/clip"
+	"github.com/verdict-proxy/verdict/sync/watch"
 )
 
 // gateway is one of ours under computation.
@@ -55,7 +56,7 @@ func (c *computation) addGateways() {
 			live = nil
 		}
 		if !class.ours {
-			if live != nil && live.Annotations[annotationBackends] != "" {
+			if live != nil && live.Annotations[watch.AnnotationBackends] != "" {
 				c.plan.Delete = append(c.plan.Delete, ServiceName(o.Key()))
 			}
 			continue
@@ -100,7 +101,7 @@ func (g *gateway) check() {
 	}
 	accepted, served := g.countListeners()
 	if accepted == 0 {
-		reject(gatewayv1.GatewayReasonListenersNotValid, g.rejectedListeners())
+		reject(gatewayv1.GatewayReasonListenersNotValid, cmp.Or(g.rejectedListeners(), "the Gateway has no listeners"))
 	}
 	possible := len(g.requests) == 0
 	for i := range g.requests {
@@ -141,7 +142,7 @@ func (c *computation) planGateway(g *gateway) {
 		for k, v := range p.Service.Annotations {
 			used += len(k) + len(v)
 		}
-		p.Service.Annotations[annotationBackends] = g.backends(mostAnnotations - used)
+		p.Service.Annotations[watch.AnnotationBackends] = g.backends(mostAnnotations - used)
 		p.Needs, p.Granted = g.needs, g.granted
 	} else if g.live != nil {
 		c.plan.Delete = append(c.plan.Delete, g.serviceName)

@@ -13,6 +13,8 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 	gatewayv1 "sigs.k8s.io/gateway-api/apis/v1"
 	"sigs.k8s.io/yaml"
+
+	"github.com/verdict-proxy/verdict/sync/watch"
 )
 
 // cluster is a World from YAML.
@@ -187,7 +189,7 @@ func (p *Plan) lines() []string {
 				ports = append(ports, fmt.Sprintf("%s=%d/%s", port.Name, port.Port, port.Protocol))
 			}
 			add("service %s: %s %v", g.Object.Name, s.Spec.Type, ports)
-			add("backends %s: %s", g.Object.Name, s.Annotations[annotationBackends])
+			add("backends %s: %s", g.Object.Name, s.Annotations[watch.AnnotationBackends])
 			add("granted %s: %s", g.Object.Name, g.Granted.Message)
 			add("needs %s: %s", g.Object.Name, g.Needs)
 		}
