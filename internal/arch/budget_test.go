@@ -9,14 +9,14 @@ import (
 // budget is how many lines of Go each wing of the product may have, without tests. To raise a number is a decision: say
 // in the commit what the lines are for, and what they replace.
 var budget = map[string]int{
-	"cmd":              4_770,
+	"cmd":              4_800,
 	"nft":              17_970,
 	"ipvsplugin":       3_280,
 	"sync":             14_400,
 	"internal/system":  7_580,
-	"internal/proxy":   26_615,
-	"internal/answers": 14_810,
-	"internal/gateway": 1_880,
+	"internal/proxy":   26_620,
+	"internal/answers": 14_820,
+	"internal/gateway": 3_750,
 	"internal/lab":     7_280,
 }
 

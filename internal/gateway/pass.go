@@ -88,13 +88,10 @@ func (p *pass) class(c *routes.ClassPlan) {
 func (p *pass) gateway(g *routes.GatewayPlan) {
 	written := p.service(g)
 	now := g.Programmed
-	said := len(g.Needs) == 0 || equality.Semantic.DeepEqual(g.Programmed, g.Waiting)
-	if !said {
-		at := p.progress(g, written)
-		switch {
-		case at.programmed:
-			said = true
-		default:
+	// Without the Service it is not known yet whether there is an address, which is a reason not to wait.
+	said := len(g.Needs) == 0 || written && equality.Semantic.DeepEqual(g.Programmed, g.Waiting)
+	if at := p.progress(g, written && !said); !said {
+		if said = at.programmed; !said {
 			now, said = p.waiting(g, at)
 		}
 	}
@@ -111,11 +108,11 @@ func (p *pass) gateway(g *routes.GatewayPlan) {
 	}
 }
 
-// progress returns how far nodes are with a Gateway whose Service is written, or is not yet.
-func (p *pass) progress(g *routes.GatewayPlan, written bool) progress {
+// progress returns how far nodes are with a Gateway, which they are asked if that is of use.
+func (p *pass) progress(g *routes.GatewayPlan, ask bool) progress {
 	name, goal := g.Object.Key(), ""
 	needs := func() []need { return nil }
-	if s := p.world.services.known[g.ServiceName]; written && s != nil {
+	if s := p.world.services.known[g.ServiceName]; ask && s != nil {
 		goal = fmt.Sprint(g.Object.UID, s.UID, s.ResourceVersion, digest(g.Needs))
 		needs = func() []need { return p.needs(g) }
 		if !p.tracker.known(name) && p.isAsProgrammed(g) {
@@ -152,11 +149,12 @@ func (p *pass) isAsProgrammed(g *routes.GatewayPlan) bool {
 	}
 	if p.unlike == nil {
 		p.unlike = map[types.NamespacedName]bool{}
+		programmed := metav1.Condition{Status: metav1.ConditionTrue, Reason: string(gatewayv1.GatewayReasonProgrammed)}
 		for i := range p.plan.Routes {
 			r := p.plan.Routes[i] // a copy
 			r.Parents = slices.Clone(r.Parents)
 			for j := range r.Parents {
-				mark(&r.Parents[j], metav1.Condition{Status: metav1.ConditionTrue, Reason: reasonProgrammed})
+				mark(&r.Parents[j], programmedAs(&r.Parents[j], programmed))
 			}
 			always := func(*routes.RouteParent) bool { return true }
 			if _, differs := routes.MergeRoute(&r, routes.ControllerName, always, p.now); differs {
@@ -197,7 +195,8 @@ func (p *pass) waiting(g *routes.GatewayPlan, at progress) (now routes.GatewaySt
 // amend says in conditions of type Programmed that wait why they do.
 func amend(conditions []metav1.Condition, reason, why string) {
 	c := find(conditions, string(gatewayv1.GatewayConditionProgrammed))
-	if c == nil || c.Status == metav1.ConditionTrue || c.Reason != string(gatewayv1.GatewayReasonPending) {
+	if c == nil || c.Reason != string(gatewayv1.GatewayReasonPending) &&
+		c.Reason != string(gatewayv1.GatewayReasonAddressNotAssigned) {
 		return
 	}
 	if c.Message = why; reason != "" {

@@ -79,8 +79,8 @@ func (t *tracker) trust(n types.NamespacedName, goal string) {
 	t.has[n] = &progress{goal: goal, programmed: true, stop: func() {}}
 }
 
-// aim has nodes asked whether they have a goal, if it is a new one; an empty goal is not written yet. It returns how far
-// the Gateway is.
+// aim has nodes asked whether they have a goal, if it is a new one; an empty goal is not written yet. It returns how
+// far the Gateway is.
 func (t *tracker) aim(ctx context.Context, n types.NamespacedName, goal string, needs func() []need) progress {
 	t.mu.Lock()
 	defer t.mu.Unlock()

@@ -139,8 +139,19 @@ func put[T object](p *pass, s *store[T], resource, sub string, o T, has, want an
 	})
 }
 
-// reasonProgrammed and reasonNotAccepted are reasons of a route's ProgrammedCondition; others are the Gateway's.
-const reasonProgrammed, reasonNotAccepted = "Programmed", "NotAccepted"
+// reasonNotAccepted is a reason of a route's ProgrammedCondition; others are the Gateway's.
+const reasonNotAccepted = "NotAccepted"
+
+// programmedAs is the ProgrammedCondition of a route's entry, given its Gateway's condition.
+func programmedAs(parent *routes.RouteParent, gateway metav1.Condition) metav1.Condition {
+	switch {
+	case !parent.Waits || gateway.Reason == "":
+		return metav1.Condition{Status: metav1.ConditionFalse, Reason: reasonNotAccepted}
+	case gateway.Status == metav1.ConditionTrue:
+		return metav1.Condition{Status: metav1.ConditionTrue, Reason: string(gatewayv1.GatewayReasonProgrammed)}
+	}
+	return gateway
+}
 
 // route writes what a route's parents say by now.
 func (p *pass) route(of *routes.RoutePlan) {
@@ -149,10 +160,7 @@ func (p *pass) route(of *routes.RoutePlan) {
 	for i := range r.Parents {
 		parent := &r.Parents[i]
 		s := p.shown[parent.Gateway]
-		c := metav1.Condition{Status: metav1.ConditionFalse, Reason: reasonNotAccepted}
-		if parent.Waits && s.programmed.Reason != "" {
-			c.Status, c.Reason, c.Message = s.programmed.Status, s.programmed.Reason, s.programmed.Message
-		}
+		c := programmedAs(parent, s.programmed)
 		has := entryOf(r.Status, &parent.Status)
 		if c.Status != metav1.ConditionTrue && parent.Waits && has != nil && saysSame(has.Conditions,
 			parent.Status.Conditions) {

@@ -34,8 +34,8 @@ type Options struct {
 	Lead func(ctx context.Context, ask Asker)
 }
 
-// Asker waits until all nodes hold what the API has of a Service, for so long at most: an everywhere.Answer says whether
-// they do, who is missing, or why it could not be learned. It is safe for concurrent use.
+// Asker waits until all nodes hold what the API has of a Service, ctx is done, or the time is over. The answer says
+// whether they do, who is missing, or why that could not be learned. It is safe for concurrent use.
 type Asker func(ctx context.Context, service snapshot.Name, timeout time.Duration) everywhere.Answer
 
 // Collector is a process that leads, or waits to. Make one with New.

@@ -134,8 +134,9 @@ func (n *node) tryAsk(ctx context.Context, service string, timeout time.Duration
 	return a, err
 }
 
-// newCollector starts a collector, and returns how to stop it.
-func newCollector(t testing.TB, api *fakeAPI, name string) (c *Collector, stop func()) {
+// newCollector starts a collector, and returns how to stop it. Lead, if there is one, runs while it leads.
+func newCollector(t testing.TB, api *fakeAPI, name string, lead ...func(context.Context, Asker)) (c *Collector,
+	stop func()) {
 	t.Helper()
 	l, err := net.Listen("tcp", "127.0.0.1:0")
 	if err != nil {
@@ -143,10 +144,13 @@ func newCollector(t testing.TB, api *fakeAPI, name string) (c *Collector, stop f
 	}
 	address := l.Addr().String()
 	l.Close()
-	c, err = New(Options{Client: api.config(), Identity: name, Lease: theLease, DaemonSet: theDaemonSet,
+	o := Options{Client: api.config(), Identity: name, Lease: theLease, DaemonSet: theDaemonSet,
 		Account: snapshot.Name{Namespace: "kube-system", Name: "verdict"}, Listen: address, Advertise: address,
-		Log: slog.New(slog.NewTextHandler(t.Output(), nil))})
-	if err != nil {
+		Log: slog.New(slog.NewTextHandler(t.Output(), nil))}
+	if len(lead) > 0 {
+		o.Lead = lead[0]
+	}
+	if c, err = New(o); err != nil {
 		t.Fatal(err)
 	}
 	ctx, cancel := context.WithCancel(context.Background())

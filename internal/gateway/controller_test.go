@@ -1,0 +1,268 @@
+package gateway
+
+import (
+	"fmt"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	gatewayv1 "sigs.k8s.io/gateway-api/apis/v1"
+
+	"github.com/verdict-proxy/verdict/internal/gateway/routes"
+	"github.com/verdict-proxy/verdict/internal/system/testkit"
+)
+
+const edgeDB = `kind: Gateway
+metadata: {namespace: edge, name: db}
+spec:
+  gatewayClassName: verdict
+  listeners: [{name: db, port: 5432, protocol: TCP, allowedRoutes: {namespaces: {from: All}}}]`
+
+// shopDB is a route with two weights.
+func shopDB(first, second int) string {
+	return fmt.Sprintf(`kind: TCPRoute
+metadata: {namespace: shop, name: db}
+spec:
+  parentRefs: [{namespace: edge, name: db}]
+  rules: [{backendRefs: [{name: db, port: 5432, weight: %d}, {name: db-next, port: 5432, weight: %d}]}]`, first, second)
+}
+
+// is reports whether an object has a condition: of a Gateway, or of a route's only parent.
+func (r *rig) is(key, condition string, want metav1.ConditionStatus) bool {
+	c := r.condition(key, condition)
+	return c != nil && c.Status == want
+}
+
+func (r *rig) condition(key, condition string) *metav1.Condition {
+	var o struct {
+		Metadata metav1.ObjectMeta
+		Status   struct {
+			Conditions []metav1.Condition
+			Parents    []struct{ Conditions []metav1.Condition }
+		}
+	}
+	r.get(key, &o)
+	for _, p := range o.Status.Parents {
+		o.Status.Conditions = append(o.Status.Conditions, p.Conditions...)
+	}
+	c := find(o.Status.Conditions, condition)
+	if c != nil && c.ObservedGeneration != o.Metadata.Generation {
+		return nil
+	}
+	return c
+}
+
+// eventually waits until all objects have their conditions True.
+func (r *rig) eventually(t *testing.T, condition string, keys ...string) {
+	t.Helper()
+	for _, k := range keys {
+		testkit.Eventually(t, 30*time.Second, k+" is "+condition, func() bool {
+			return r.is(k, condition, metav1.ConditionTrue)
+		}, func() string { return fmt.Sprintf("%+v\n%v", r.condition(k, condition), r.objects[k]) })
+	}
+}
+
+// calm waits until nothing was written for a while, and returns what was since the last call, sorted.
+func (r *rig) calm() []string {
+	var all []string
+	for quiet := 0; quiet < 10; quiet++ {
+		time.Sleep(50 * time.Millisecond)
+		if w := r.written(); len(w) > 0 {
+			all, quiet = append(all, w...), 0
+		}
+	}
+	slices.Sort(all)
+	return all
+}
+
+const (
+	theGateway = "gateways/edge/db"
+	theRoute   = "tcproutes/shop/db"
+	theService = "services/edge/db-verdict"
+)
+
+// expect compares writes.
+func expect(t *testing.T, what string, got []string, want ...string) {
+	t.Helper()
+	if slices.Sort(want); !slices.Equal(got, want) {
+		t.Errorf("%s: written was\n  %s\nwant\n  %s", what, strings.Join(got, "\n  "), strings.Join(want, "\n  "))
+	}
+}
+
+// TestProgrammed: a Gateway becomes a Service with its backends; statuses are written once, when all nodes have it, and
+// so they are after a change of weights. A process that leads next writes nothing.
+func TestProgrammed(t *testing.T) {
+	r := newRig(t)
+	r.put(t, edgeDB)
+	r.put(t, shopDB(80, 20))
+	r.lead(t)
+	r.eventually(t, "Programmed", theGateway)
+	r.eventually(t, "Accepted", theRoute)
+	r.eventually(t, ProgrammedCondition, theRoute)
+	expect(t, "at first", r.calm(), "PATCH gatewayclasses//verdict/status", "POST "+theService,
+		"PATCH "+theService+"/status", "PATCH "+theGateway+"/status", "PATCH "+theRoute+"/status")
+	var s corev1.Service
+	if !r.get(theService, &s) || !strings.Contains(s.Annotations["verdict-proxy.github.io/backends"], `"weight":80`) {
+		t.Errorf("the Service is %+v", s)
+	}
+	if c := find(s.Status.Conditions, "verdict-proxy.github.io/BackendsGranted"); c == nil ||
+		c.Message != "shop/db shop/db-next" {
+		t.Errorf("granted are %+v", s.Status.Conditions)
+	}
+	var g routes.Gateway
+	if !r.get(theGateway, &g) || len(g.Status.Addresses) != 1 || g.Status.Addresses[0].Value != s.Spec.ClusterIP ||
+		g.Status.Listeners[0].AttachedRoutes != 1 {
+		t.Errorf("the Gateway's status is %+v", g.Status)
+	}
+
+	r.put(t, shopDB(50, 50))
+	r.eventually(t, "Accepted", theRoute)
+	expect(t, "after other weights", r.calm(), "PATCH "+theService, "PATCH "+theRoute+"/status")
+
+	r.stop()
+	r.nodes.set("edge/db-verdict", true)
+	r.lead(t)
+	testkit.Eventually(t, 10*time.Second, "it knows the Gateway", func() bool {
+		return r.controller.Stats().Programmed == 1
+	})
+	expect(t, "by the next that leads", r.calm())
+}
+
+// TestLaggard: within patience nothing is said; then statuses name the node that lacks the Service, and are written
+// once more when it has it. Routes that have not changed say nothing.
+func TestLaggard(t *testing.T) {
+	r := newRig(t)
+	r.put(t, edgeDB)
+	r.put(t, shopDB(1, 1))
+	r.put(t, strings.Replace(strings.Replace(edgeDB, "name: db}", "name: other}", 1), "5432", "5433", 1))
+	r.nodes.set("edge/db-verdict", true)
+	begin := time.Now()
+	r.lead(t)
+	r.eventually(t, "Programmed", "gateways/edge/other")
+	if took := time.Since(begin); took > patience {
+		t.Errorf("a Gateway waited %v for another one", took)
+	}
+	testkit.Eventually(t, 30*time.Second, "the Gateway says that it waits", func() bool {
+		return r.is(theGateway, "Programmed", metav1.ConditionFalse) && r.is(theRoute, "Accepted", metav1.ConditionTrue) &&
+			r.is(theRoute, ProgrammedCondition, metav1.ConditionFalse)
+	})
+	if took := time.Since(begin); took < patience {
+		t.Errorf("it says so after %v", took)
+	}
+	testkit.Eventually(t, 5*time.Second, "it names the node", func() bool {
+		return strings.Contains(r.condition(theGateway, "Programmed").Message, "node-2")
+	})
+	r.calm()
+	r.nodes.set("edge/db-verdict", false)
+	r.eventually(t, "Programmed", theGateway)
+	r.eventually(t, ProgrammedCondition, theRoute)
+	expect(t, "once the node has it", r.calm(), "PATCH "+theGateway+"/status", "PATCH "+theRoute+"/status")
+
+	r.put(t, strings.Replace(shopDB(1, 1), "name: db}", "name: later}", 1)) // its listener has a route
+	r.calm()
+	r.nodes.set("edge/db-verdict", true)
+	r.put(t, shopDB(1, 2))
+	testkit.Eventually(t, 30*time.Second, "the route says that it waits", func() bool {
+		return r.is(theRoute, ProgrammedCondition, metav1.ConditionFalse)
+	})
+	for _, w := range r.calm() {
+		if strings.Contains(w, "later") {
+			t.Errorf("a route that has not changed was written: %s", w)
+		}
+	}
+}
+
+// TestGrant: what is granted is written before the backends that need it, and what is granted no more after them.
+func TestGrant(t *testing.T) {
+	r := newRig(t)
+	r.put(t, edgeDB)
+	r.put(t, strings.NewReplacer("namespace: shop", "namespace: edge", "[{name: db", "[{namespace: shop, name: db",
+		"{name: db-next", "{namespace: shop, name: db-next").Replace(shopDB(1, 1)))
+	const route = "tcproutes/edge/db"
+	r.lead(t)
+	r.eventually(t, "Accepted", route)
+	if !r.is(route, "ResolvedRefs", metav1.ConditionFalse) {
+		t.Error("a backend of another namespace counts without a grant")
+	}
+	r.calm()
+	r.put(t, `kind: ReferenceGrant
+metadata: {namespace: shop, name: edge}
+spec:
+  from: [{group: gateway.networking.k8s.io, kind: TCPRoute, namespace: edge}]
+  to: [{group: "", kind: Service}]`)
+	r.eventually(t, "ResolvedRefs", route)
+	var order []string
+	for _, w := range r.written() {
+		if strings.Contains(w, "services/") {
+			order = append(order, w)
+		}
+	}
+	if !slices.Equal(order, []string{"PATCH " + theService + "/status", "PATCH " + theService}) {
+		t.Errorf("after the grant: %q", order)
+	}
+	r.calm()
+	r.drop("referencegrants/shop/edge")
+	testkit.Eventually(t, 10*time.Second, "nothing is granted", func() bool {
+		var s corev1.Service
+		return r.get(theService, &s) && len(s.Status.Conditions) == 0
+	})
+	if w := r.calm(); !slices.Contains(w, "PATCH "+theService) {
+		t.Errorf("after the grant is gone: %q", w)
+	}
+}
+
+// TestRejectedService: if the API server does not want a Gateway's Service, the Gateway says so, is tried rarely, and
+// others are served.
+func TestRejectedService(t *testing.T) {
+	r := newRig(t)
+	r.fail = func(method, path string) int {
+		if method == "POST" && strings.HasSuffix(path, "/namespaces/shop/services") {
+			return 422
+		}
+		return 0
+	}
+	r.put(t, edgeDB)
+	r.put(t, strings.Replace(edgeDB, "namespace: edge", "namespace: shop", 1))
+	r.lead(t)
+	r.eventually(t, "Programmed", theGateway)
+	testkit.Eventually(t, 10*time.Second, "the Gateway says that its Service is rejected", func() bool {
+		c := r.condition("gateways/shop/db", "Programmed")
+		return c != nil && strings.Contains(c.Message, "rejects the Service shop/db-verdict")
+	})
+	if n := r.controller.Stats().Writes[Write{services, "rejected"}]; n == 0 || n > 8 {
+		t.Errorf("it was tried %d times", n)
+	}
+}
+
+// TestOtherClass: a Gateway that has another controller now loses its Service and our conditions; one whose class is
+// gone keeps all.
+func TestOtherClass(t *testing.T) {
+	r := newRig(t)
+	r.put(t, edgeDB)
+	r.put(t, shopDB(1, 1))
+	r.lead(t)
+	r.eventually(t, "Accepted", theRoute)
+	r.calm()
+	r.drop("gatewayclasses//verdict")
+	expect(t, "without the class", slices.DeleteFunc(r.calm(), func(w string) bool {
+		return strings.Contains(w, theRoute)
+	}))
+	r.put(t, `kind: GatewayClass
+metadata: {name: other}
+spec: {controllerName: example.org/other}`)
+	r.put(t, strings.Replace(edgeDB, "gatewayClassName: verdict", "gatewayClassName: other", 1))
+	testkit.Eventually(t, 10*time.Second, "the Service is gone", func() bool {
+		return !r.get(theService, &corev1.Service{})
+	})
+	var g routes.Gateway
+	if !r.get(theGateway, &g) || len(g.Status.Conditions)+len(g.Status.Addresses)+len(g.Status.Listeners) > 0 {
+		t.Errorf("of our status is left %+v", g.Status)
+	}
+	var route gatewayv1.TCPRoute
+	if r.calm(); !r.get(theRoute, &route) || len(route.Status.Parents) > 0 {
+		t.Errorf("of the route's status is left %+v", route.Status)
+	}
+}

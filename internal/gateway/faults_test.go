@@ -1,0 +1,250 @@
+package gateway
+
+import (
+	"fmt"
+	"io"
+	"log/slog"
+	"runtime"
+	"slices"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+
+	"github.com/verdict-proxy/verdict/internal/system/testkit"
+)
+
+// look has the world looked at now, and not in half a minute.
+func (r *rig) look() {
+	r.controller.mu.Lock()
+	defer r.controller.mu.Unlock()
+	if l := r.controller.leading; l != nil {
+		notify(l.world.again)
+	}
+}
+
+// watched counts the watches.
+func (r *rig) watched() (n int) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	for _, w := range r.watches {
+		n += w
+	}
+	return n
+}
+
+// TestNoDefinitions: without the definitions of Gateway API nothing is watched and one line is logged. Once they come,
+// in any version, Gateways are served; a kind that goes for a moment changes nothing.
+func TestNoDefinitions(t *testing.T) {
+	r := newRig(t)
+	served := r.served
+	r.served = map[string][]string{}
+	log := &lines{}
+	r.leadWith(t, slog.New(slog.NewTextHandler(log, nil)))
+	for range 3 {
+		before := r.count()
+		testkit.Eventually(t, 10*time.Second, "it has looked", func() bool { r.look(); return r.count() >= before+3 })
+	}
+	if n := r.watched(); n != 0 || log.count("") != 1 || log.count("not installed") != 1 {
+		t.Errorf("%d watches; logged was %s", n, log)
+	}
+	r.put(t, edgeDB)
+	r.put(t, shopDB(1, 1))
+	r.mu.Lock()
+	r.served = map[string][]string{"v1": {classes, gateways}, "v1beta1": {"referencegrants"},
+		"v1alpha2": {tcpRoutes, udpRoutes}}
+	r.mu.Unlock()
+	r.look()
+	r.eventually(t, "Accepted", theRoute)
+	r.calm()
+	r.mu.Lock()
+	r.served = map[string][]string{"v1": {classes, gateways}}
+	r.mu.Unlock()
+	r.look()
+	expect(t, "while the server does not know TCPRoutes", r.calm())
+	r.mu.Lock()
+	r.served = served
+	r.mu.Unlock()
+	r.look()
+	testkit.Eventually(t, 20*time.Second, "TCPRoutes are watched as v1", func() bool {
+		return log.count("tcproutes v1,") > 0
+	})
+	r.put(t, shopDB(1, 2))
+	r.eventually(t, "Accepted", theRoute)
+}
+
+// lines is a log.
+type lines struct {
+	mu   sync.Mutex
+	text strings.Builder
+}
+
+func (l *lines) Write(b []byte) (int, error) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.text.Write(b)
+}
+
+func (l *lines) String() string {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.text.String()
+}
+
+// count counts the lines that have a text in them.
+func (l *lines) count(text string) (n int) {
+	for line := range strings.Lines(l.String()) {
+		if strings.Contains(line, text) {
+			n++
+		}
+	}
+	return n
+}
+
+// TestKilledBetweenWrites: wherever a process ends, the next one completes what is missing, and no status says what is
+// not.
+func TestKilledBetweenWrites(t *testing.T) {
+	for after := range 5 {
+		t.Run(fmt.Sprint(after), func(t *testing.T) {
+			r := newRig(t)
+			r.put(t, edgeDB)
+			r.put(t, shopDB(1, 1))
+			made := 0
+			r.fail = func(method, _ string) int {
+				if method != "GET" {
+					if made++; made > after {
+						return 503
+					}
+				}
+				return 0
+			}
+			r.lead(t)
+			testkit.Eventually(t, 20*time.Second, "it has come so far", func() bool {
+				r.mu.Lock()
+				defer r.mu.Unlock()
+				return made > after
+			})
+			r.stop()
+			r.mu.Lock()
+			r.fail = nil
+			r.mu.Unlock()
+			r.lead(t)
+			r.eventually(t, "Programmed", theGateway)
+			r.eventually(t, ProgrammedCondition, theRoute)
+			if w := r.calm(); len(w) > 6 {
+				t.Errorf("written was %q", w)
+			}
+		})
+	}
+}
+
+// TestServerGone: while the API server answers nothing, nothing is undone; afterwards everything is as it should be,
+// with one write for each change.
+func TestServerGone(t *testing.T) {
+	r := newRig(t)
+	r.put(t, edgeDB)
+	r.put(t, shopDB(1, 1))
+	log := &lines{}
+	r.leadWith(t, slog.New(slog.NewTextHandler(log, nil)))
+	r.eventually(t, ProgrammedCondition, theRoute)
+	r.calm()
+	before := log.count("")
+	r.mu.Lock()
+	r.fail = func(string, string) int { return 503 }
+	r.mu.Unlock()
+	r.CloseClientConnections()
+	r.put(t, shopDB(1, 2))
+	failed := r.count()
+	testkit.Eventually(t, 30*time.Second, "it has tried", func() bool { return r.count() > failed+15 })
+	if n := log.count("") - before; n > 16 {
+		t.Errorf("%d lines were logged: %s", n, log)
+	}
+	r.mu.Lock()
+	r.fail = nil
+	r.mu.Unlock()
+	testkit.Eventually(t, time.Minute, "the route is as it should be", func() bool {
+		return r.is(theRoute, ProgrammedCondition, "True")
+	})
+	expect(t, "afterwards", r.calm(), "PATCH "+theService, "PATCH "+theRoute+"/status")
+}
+
+// TestTwo: two that lead at once, which a Lease prevents but for moments, come to an end of their writes.
+func TestTwo(t *testing.T) {
+	r := newRig(t)
+	r.lead(t)
+	r.lead(t)
+	r.put(t, edgeDB)
+	r.put(t, shopDB(1, 1))
+	r.eventually(t, ProgrammedCondition, theRoute)
+	for i := range 10 {
+		r.put(t, shopDB(1, i+2))
+	}
+	r.eventually(t, ProgrammedCondition, theRoute)
+	r.calm()
+	if w := r.calm(); len(w) > 0 {
+		t.Errorf("they go on writing: %q", w)
+	}
+	var s corev1.Service
+	if !r.get(theService, &s) || !strings.Contains(s.Annotations["verdict-proxy.github.io/backends"], `"weight":11`) {
+		t.Errorf("the Service is %+v", s.Annotations)
+	}
+}
+
+// TestMany: 1,000 routes on 100 Gateways get two writes each at most, and changes of one Gateway concern no other.
+func TestMany(t *testing.T) {
+	r := newRig(t)
+	var text []string
+	for i := range 100 {
+		var listeners []string
+		for j := range 10 {
+			listeners = append(listeners, fmt.Sprintf("{name: l%d, port: %d, protocol: TCP, allowedRoutes: {namespaces: "+
+				"{from: All}}}", j, 1000+j))
+			text = append(text, fmt.Sprintf("kind: Service\nmetadata: {namespace: shop, name: s%d-%d}\n"+
+				"spec: {type: ClusterIP, ports: [{port: 80, protocol: TCP}]}", i, j),
+				fmt.Sprintf("kind: TCPRoute\nmetadata: {namespace: shop, name: r%d-%d}\nspec: {parentRefs: [{namespace: edge, "+
+					"name: g%d, sectionName: l%d}], rules: [{backendRefs: [{name: s%d-%d, port: 80}]}]}", i, j, i, j, i, j))
+		}
+		text = append(text, fmt.Sprintf("kind: Gateway\nmetadata: {namespace: edge, name: g%d}\nspec: {gatewayClassName: "+
+			"verdict, listeners: [%s]}", i, strings.Join(listeners, ", ")))
+	}
+	r.put(t, strings.Join(text, "\n---\n"))
+	begin := time.Now()
+	r.leadWith(t, slog.New(slog.NewTextHandler(io.Discard, nil)))
+	testkit.Eventually(t, 3*time.Minute, "all are programmed", func() bool {
+		r.mu.Lock()
+		defer r.mu.Unlock()
+		n := 0
+		for _, w := range r.writes {
+			if strings.HasPrefix(w, "PATCH tcproutes/") {
+				n++
+			}
+		}
+		return n >= 1000 && r.controller.Stats().Programmed == 100
+	})
+	took := time.Since(begin)
+	writes := r.calm()
+	most, last, times := 0, "", 0
+	for _, w := range writes {
+		if times++; w != last {
+			last, times = w, 1
+		}
+		most = max(most, times)
+	}
+	var m runtime.MemStats
+	runtime.GC()
+	runtime.ReadMemStats(&m)
+	t.Logf("all programmed after %v, with %d writes, %d of one object at most; heap with the server's objects %d MB",
+		took, len(writes), most, m.HeapAlloc>>20)
+	if most > 2 {
+		t.Errorf("an object was written %d times", most)
+	}
+	r.put(t, strings.Replace(text[1], "port: 80}", "port: 80, weight: 7}", 1))
+	r.eventually(t, "Accepted", "tcproutes/shop/r0-0")
+	got := r.calm()
+	if slices.Sort(got); !slices.Equal(got, []string{"PATCH services/edge/g0-verdict",
+		"PATCH tcproutes/shop/r0-0/status"}) {
+		t.Errorf("after a change of one route: %q", got)
+	}
+}
