@@ -18,7 +18,8 @@ var explainFrom = map[string][]string{
 		"10.244.0.0/16,fd00:10:244::/48"},
 	"odd": {"--from", "testdata/explain/odd.yaml", "--hostname-override", "node-1", "--cluster-cidr",
 		"10.244.0.0/16,fd00:244::/32"},
-	"zones": {"--from", "testdata/render/zones.yaml", "--hostname-override", "node-1"},
+	"canary": {"--from", "../../examples/canary.yaml", "--hostname-override", "node-1"},
+	"zones":  {"--from", "testdata/render/zones.yaml", "--hostname-override", "node-1"},
 }
 
 // question is a line of testdata/explain/questions.txt.

@@ -16,7 +16,7 @@ A Gateway is Programmed once all nodes have programmed its Service and its backe
 collector asks them. While no process leads, nodes keep what they have, and follow the endpoints.
 
 Without the definitions of Gateway API in the cluster it watches nothing, and looks for them twice a
-minute. docs/decisions/0036-gateway.md describes what it writes.`,
+minute. docs/GATEWAY.md describes Gateways, statuses, and the rights that it needs.`,
 		Example: "  verdict gateway --advertise-address $(POD_IP) --identity $(POD_NAME)",
 		Args:    noArgs(""),
 	}

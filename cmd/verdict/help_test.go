@@ -101,8 +101,8 @@ func TestNarrow(t *testing.T) {
 		narrow(q.args...)
 	}
 	narrow("version")
-	for _, flags := range plans {
-		narrow(slices.Concat([]string{"plan", "--live=false"}, flags, explainFrom["cluster"])...)
+	for name := range plans {
+		narrow(planArgs(name)...)
 	}
 }
 

@@ -1,6 +1,7 @@
 package main
 
 import (
+	"cmp"
 	"encoding/json"
 	"errors"
 	"os"
@@ -24,7 +25,14 @@ var plans = map[string][]string{
 	"node":      {"-f", "testdata/plan/node.yaml"},
 	"delete": {"--delete-object", "Service/shop/checkout", "--delete-object", "Service/shop/catalog",
 		"--delete-object", "Service/shop/nobody", "--all"},
-	"same": {"-f", "../../examples/cluster.yaml"},
+	"same":     {"-f", "../../examples/cluster.yaml"},
+	"backends": {"-f", "testdata/plan/backends.yaml", "--verbose"},
+}
+
+// planArgs are those of a plan from objects alone.
+func planArgs(name string) []string {
+	from := map[string]string{"backends": "canary"}[name]
+	return slices.Concat([]string{"plan", "--live=false"}, plans[name], explainFrom[cmp.Or(from, "cluster")])
 }
 
 // statusOfCommand runs a command and gives its exit status.
@@ -55,8 +63,8 @@ func golden(t *testing.T, file, got string) {
 
 // TestPlan compares plans from objects alone with the goldens, as text and as JSON. No line of text is wider than help.
 func TestPlan(t *testing.T) {
-	for name, flags := range plans {
-		args := slices.Concat([]string{"plan", "--live=false"}, flags, explainFrom["cluster"])
+	for name := range plans {
+		args := planArgs(name)
 		want := exitDiffers
 		if name == "same" {
 			want = exitSame

@@ -15,6 +15,7 @@ import (
 	"testing"
 	"time"
 
+	monitoringv1 "github.com/prometheus-operator/prometheus-operator/pkg/apis/monitoring/v1"
 	admissionv1 "k8s.io/api/admissionregistration/v1"
 	appsv1 "k8s.io/api/apps/v1"
 	authenticationv1 "k8s.io/api/authentication/v1"
@@ -123,7 +124,8 @@ func apply(t *testing.T, plane *control.Plane, all objects, how metav1.CreateOpt
 			_, err = c.AdmissionregistrationV1().ValidatingAdmissionPolicies().Create(ctx, o, how)
 		case *admissionv1.ValidatingAdmissionPolicyBinding:
 			_, err = c.AdmissionregistrationV1().ValidatingAdmissionPolicyBindings().Create(ctx, o, how)
-		case *unstructured.Unstructured: // a GatewayClass: the cluster has no CRDs
+		case *unstructured.Unstructured, *monitoringv1.PodMonitor, *monitoringv1.ServiceMonitor,
+			*monitoringv1.PrometheusRule: // the cluster has no CRDs
 		default:
 			err = fmt.Errorf("%T is not applied", o)
 		}

@@ -142,6 +142,7 @@ func runCollector(t *testing.T, command string, api http.Handler, until func()) 
 	var log bytes.Buffer
 	c.Stdout, c.Stderr = &log, &log
 	check(t, c.Start())
+	t.Cleanup(func() { _ = c.Process.Kill() })
 	until()
 	check(t, c.Process.Signal(syscall.SIGTERM))
 	if err := c.Wait(); err != nil {

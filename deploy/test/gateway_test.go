@@ -98,7 +98,8 @@ func TestGatewayRights(t *testing.T) {
 	}
 }
 
-// gatewayAPI is a collectorAPI that has Gateway API, a Gateway to be made, and one that lost its Service's reason.
+// gatewayAPI is a collectorAPI that has Gateway API: a Gateway without a Service, one whose Service is another than it
+// should be, and one that must have none.
 type gatewayAPI struct {
 	collectorAPI
 	// kept are the objects by resource and by namespace/name.
@@ -118,6 +119,8 @@ gateways:
   spec: {gatewayClassName: verdict-cluster, listeners: [{name: db, protocol: TCP, port: 5432}]}
 - metadata: {namespace: edge, name: old}
   spec: {gatewayClassName: verdict-cluster, listeners: [{name: web, protocol: HTTP, port: 80}]}
+- metadata: {namespace: edge, name: time}
+  spec: {gatewayClassName: verdict-cluster, listeners: [{name: ntp, protocol: UDP, port: 123}]}
 tcproutes:
 - metadata: {namespace: edge, name: db}
   spec: {parentRefs: [{name: db}], rules: [{backendRefs: [{namespace: shop, name: cart, port: 80}]}]}
@@ -133,9 +136,12 @@ namespaces:
 services:
 - metadata: {namespace: shop, name: cart}
   spec: {clusterIP: 10.43.0.9, ports: [{port: 80}]}
-- metadata: {namespace: edge, name: old, ownerReferences: [{apiVersion: gateway.networking.k8s.io/v1, kind: Gateway,
-    name: old, uid: gateways-edge-old, controller: true}]}
+- metadata: {namespace: edge, name: old-verdict, ownerReferences: [{apiVersion: gateway.networking.k8s.io/v1,
+    kind: Gateway, name: old, uid: gateways-edge-old, controller: true}]}
   spec: {clusterIP: 10.43.0.8, ports: [{port: 80}]}
+- metadata: {namespace: edge, name: time-verdict, ownerReferences: [{apiVersion: gateway.networking.k8s.io/v1,
+    kind: Gateway, name: time, uid: gateways-edge-time, controller: true}]}
+  spec: {clusterIP: 10.43.0.6, ports: [{port: 80}]}
 configmaps:
 - metadata: {namespace: kube-system, name: verdict-cluster}
   data: {serviceType: ClusterIP}
