@@ -11,9 +11,12 @@ import (
 	"github.com/verdict-proxy/verdict/conformance/cluster"
 )
 
-// weights holds 10,000 connections, and changes the route's weights while others are opened.
+// thousands is how many connections are held, and how many are opened while weights change.
+const thousands = 10_000
+
+// weights holds connections, and changes the route's weights while others are opened.
 func weights(ctx context.Context, b *Bed) (string, error) {
-	first, held := b.send(ctx, 10_000, true)
+	first, held := b.send(ctx, thousands, true)
 	defer func() {
 		for _, a := range held {
 			if a.conn != nil {
@@ -22,15 +25,12 @@ func weights(ctx context.Context, b *Bed) (string, error) {
 		}
 	}()
 	x := chiSquare(first.by, map[string]float64{"db": 0.8, "db-next": 0.2})
-	stop := b.always(ctx)
-	var took []time.Duration
-	var err error
-	for i := 0; i < 10 && err == nil; i++ {
-		var d time.Duration
-		d, err = b.only(ctx, i%2 == 0)
-		took = append(took, d)
-	}
-	others := stop()
+	done := make(chan *tally)
+	go func() {
+		t, _ := b.send(ctx, thousands, false)
+		done <- t
+	}()
+	took, others, err := b.changeUntil(ctx, done)
 	broken := 0
 	for _, a := range held {
 		if a.conn == nil {
@@ -42,9 +42,9 @@ func weights(ctx context.Context, b *Bed) (string, error) {
 	}
 	_, back := b.route(ctx, 80, 20)
 	slices.Sort(took)
-	text := fmt.Sprintf("80/20: %v, chi-square %.2f; 10 changes to 1/0 and 0/1, %v to %v until accepted; %d others opened "+
-		"meanwhile, %d failed; of the 10,000 held %d broke", first.by, x, round(took[0]), round(took[len(took)-1]), others.all(),
-		others.failed, broken)
+	text := fmt.Sprintf("80/20: %v, chi-square %.2f; %d others opened under %d changes to 1/0 and 0/1, %d failed; a change "+
+		"accepted after %v, at most %v; of the held ones %d broke", first.by, x, others.all(), len(took), others.failed,
+		round(took[len(took)/2]), round(took[len(took)-1]), broken)
 	if x > 20 { // once in 100,000 times
 		err = errors.Join(err, errors.New("the shares are not the weights"))
 	}
@@ -52,6 +52,21 @@ func weights(ctx context.Context, b *Bed) (string, error) {
 		err = errors.Join(err, errors.New("held connections broke"))
 	}
 	return text, errors.Join(err, first.unharmed(), others.unharmed(), back)
+}
+
+// changeUntil gives all connections to one Service and to the other in turn until done has something, and returns it.
+func (b *Bed) changeUntil(ctx context.Context, done <-chan *tally) (took []time.Duration, others *tally, err error) {
+	for next := true; err == nil; next = !next {
+		var d time.Duration
+		d, err = b.only(ctx, next)
+		took = append(took, d)
+		select {
+		case others := <-done:
+			return took, others, err
+		default:
+		}
+	}
+	return took, <-done, err
 }
 
 // only gives one of the two Services all connections, and checks it with 200.
