@@ -42,7 +42,8 @@ func seeds() uint64 {
 // newCluster makes a random cluster of few Services that keeps changing.
 func newCluster(r *rand.Rand) snapshottest.Cluster {
 	return snapshottest.Cluster{Rand: r,
-		Options: snapshottest.Options{Services: 4, Endpoints: 5, NodePorts: 3, Asking: true, Weights: true}}
+		Options: snapshottest.Options{Services: 4, Endpoints: 5, NodePorts: 3, Asking: true, Weights: true,
+			Backends: true}}
 }
 
 // Small tables for hashes make random walks short.

@@ -8,12 +8,13 @@ import (
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 )
 
-// rangeCost is how many other elements a source range, or a refused share, counts for in the limit of a transaction. The kernel's sets with
-// ranges take time for each element that is added or deleted, which grows with all ranges in the set: a millisecond and
-// more with ten thousand, ten on a busy host. A transaction as such costs little beside that.
+// rangeCost is how many other elements a source range, or a refused share, counts for in the limit of a transaction.
+// The kernel's sets with ranges take time for each element that is added or deleted, which grows with all ranges in the
+// set: a millisecond and more with ten thousand, ten on a busy host. A transaction as such costs little beside that.
 const rangeCost = 1024
 
-// rangesChange is what a change of a Service's source ranges, and of refused shares, counts for in the limit of a transaction.
+// rangesChange is what a change of a Service's source ranges, and of refused shares, counts for in the limit of a
+// transaction.
 func (s *service) rangesChange(want *dataplane.Service) (n int) {
 	var now ipfamily.Per[[]netip.Prefix]
 	if want != nil {

@@ -97,17 +97,7 @@ func (t *transition) port(old, want *port) *port {
 	if changes && len(next.frontends) > 0 {
 		next.crowded = len(next.frontends) > directFrontends
 		next.timeout, next.counting, next.local, next.pools = want.timeout, want.counting, want.local, want.pools
-		for i := range next.pools {
-			switch {
-			case !next.pools[i].used:
-				next.pools[i] = old.pools[i]
-			case !moves: // otherwise there is room
-				t.slots(&old.pools[i], &next.pools[i])
-			}
-			if was := old.pools[i].refused; next.pools[i].refused != was && !t.reserve(rangeCost) {
-				next.pools[i].refused = was
-			}
-		}
+		t.pools(old, &next, moves)
 		t.room -= old.leadsElsewhere(&next)
 	}
 	next.markUsed()
@@ -121,6 +111,22 @@ func (t *transition) port(old, want *port) *port {
 		return nil
 	}
 	return &next
+}
+
+// pools changes the pools of a port as far as there is room, or all of their slots if they move.
+func (t *transition) pools(old, next *port, moves bool) {
+	for i := range next.pools {
+		was, is := &old.pools[i], &next.pools[i]
+		switch {
+		case !is.used:
+			*is = *was
+		case !moves: // otherwise there is room
+			t.slots(was, is)
+		}
+		if is.refused != was.refused && !t.reserve(rangeCost) {
+			is.refused = was.refused
+		}
+	}
 }
 
 // leadsElsewhere returns how many elements change because a pool has another class: those of its frontends.

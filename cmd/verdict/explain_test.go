@@ -83,6 +83,11 @@ func checkAnswerJSON(t *testing.T, q question, text string) {
 			t.Errorf("the text lacks %s", addr)
 		}
 	}
+	for _, b := range v.Backends {
+		if b.Refused != "" {
+			whole += float64(b.Weight) / float64(b.Of)
+		}
+	}
 	if (v.Outcome == "endpoint" && math.Abs(whole-1) > 1e-9) || !strings.Contains(text, v.Why) ||
 		!strings.Contains(text, a.Origin.Why) {
 		t.Errorf("text and JSON differ: chances add up to %v, why %q", whole, v.Why)

@@ -62,11 +62,11 @@ func (o *explainOptions) led(ctx context.Context) ([]cluster.Led, error) {
 
 // ledByObjects returns the Services whose slices have an endpoint of an address.
 func ledByObjects(o *inspect.Objects, a netip.Addr) (led []cluster.Led) {
-	for service, of := range o.Snap.Slices {
-		for _, sl := range of {
+	for service := range o.Snap.Services {
+		for _, sl := range o.Snap.SlicesOf(service) {
 			for i := range sl.Endpoints {
 				e := &sl.Endpoints[i]
-				if e.Addr != a || o.Snap.Services[service] == nil {
+				if e.Addr != a {
 					continue
 				}
 				l := cluster.Led{Service: service.String(), Slice: sl.Name.Name, Address: a.String(),

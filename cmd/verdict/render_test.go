@@ -27,7 +27,6 @@ func goldens(t *testing.T) map[string][]string {
 	t.Helper()
 	out := map[string][]string{
 		"../../examples/cluster.yaml": {"--hostname-override", "node-1", "--cluster-cidr", "10.244.0.0/16,fd00:10:244::/48"},
-		"../../examples/canary.yaml":  {"--hostname-override", "node-1"},
 	}
 	files, err := filepath.Glob("testdata/render/*.yaml")
 	labtest.Check(t, err)

@@ -41,6 +41,8 @@ type realCluster struct {
 	url   string
 	ca    []byte
 	ds    *appsv1.DaemonSet
+	// command is what the collector's pods run.
+	command string
 	// collectors run by their identity, and agents by their node.
 	collectors map[string]*control.Process
 	agents     map[string]*everywhere.Agent
@@ -51,7 +53,7 @@ type realCluster struct {
 // waits for a slice that does not know of a terminating pod, a leader that is killed is replaced, a node that is gone
 // holds nobody, and a token ends with its pod.
 func TestCollectorCluster(t *testing.T) {
-	c := newRealCluster(t)
+	c := newRealCluster(t, "collector")
 	c.makeCart()
 	for _, name := range []string{"one", "two"} {
 		c.collect(name)
@@ -95,17 +97,19 @@ func TestCollectorCluster(t *testing.T) {
 	c.revoked()
 }
 
-func newRealCluster(t *testing.T) *realCluster {
+// newRealCluster starts a cluster with the objects of an overlay of testdata.
+func newRealCluster(t *testing.T, overlay string) *realCluster {
 	t.Helper()
 	plane, host := startPlane(t)
 	c := &realCluster{t: t, plane: plane, host: host, url: "https://" + host.IP4.String() + ":6443",
 		collectors: map[string]*control.Process{}, agents: map[string]*everywhere.Agent{}, stops: map[string]func(){}}
 	c.ca = []byte(readFile(t, filepath.Join(filepath.Dir(plane.Kubeconfig()), "ca.crt")))
-	o, err := decode(kustomize(t, "../../test/testdata/collector"))
+	o, err := decode(kustomize(t, "../../test/testdata/"+overlay))
 	check(t, err)
 	check(t, apply(t, plane, o, metav1.CreateOptions{FieldValidation: metav1.FieldValidationStrict}))
 	c.ds, err = plane.Client.AppsV1().DaemonSets("kube-system").Get(t.Context(), "verdict", metav1.GetOptions{})
 	check(t, err)
+	c.command = o["Deployment/verdict-collector"].(*appsv1.Deployment).Spec.Template.Spec.Containers[0].Args[0]
 	_, err = plane.Client.CoreV1().Namespaces().Create(t.Context(),
 		&corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: "shop"}}, metav1.CreateOptions{})
 	check(t, err)
@@ -207,11 +211,11 @@ func (c *realCluster) kubeconfig(account string) string {
 	return file
 }
 
-// collect starts a collector.
+// collect starts a collector, by the command of the Deployment.
 func (c *realCluster) collect(name string) {
 	c.t.Helper()
 	port := map[string]string{"one": "10266", "two": "10268"}[name]
-	p := control.NewProcess(c.host, filepath.Join(c.t.TempDir(), "log"), verdict, "collect", "--identity="+name,
+	p := control.NewProcess(c.host, filepath.Join(c.t.TempDir(), "log"), verdict, c.command, "--identity="+name,
 		"--kubeconfig="+c.kubeconfig("verdict-collector"), "--advertise-address="+c.host.IP4.String(),
 		"--bind-address=:"+port, "--metrics-bind-address=")
 	check(c.t, p.Start())

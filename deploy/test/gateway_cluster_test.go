@@ -3,6 +3,10 @@
 package deploy
 
 import (
+	"context"
+	"os/exec"
+	"regexp"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -10,10 +14,12 @@ import (
 	authenticationv1 "k8s.io/api/authentication/v1"
 	corev1 "k8s.io/api/core/v1"
 	rbacv1 "k8s.io/api/rbac/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/client-go/kubernetes"
 	clientcorev1 "k8s.io/client-go/kubernetes/typed/core/v1"
+	"sigs.k8s.io/yaml"
 
 	"github.com/verdict-proxy/verdict/internal/system/testkit"
 )
@@ -59,6 +65,90 @@ func TestGatewayPolicy(t *testing.T) {
 		metav1.PatchOptions{}, "status")
 	check(t, err)
 	check(t, own.Delete(t.Context(), "ours", metav1.DeleteOptions{}))
+}
+
+// TestGatewayCluster: with the rights that the manifests give, at a real API server with the definitions of Gateway
+// API, examples/gateway.yaml gets its Service, and is programmed once it has an address and both nodes have it.
+func TestGatewayCluster(t *testing.T) {
+	c := newRealCluster(t, "gateway")
+	list := exec.Command("go", "list", "-m", "-f", "{{.Dir}}", "sigs.k8s.io/gateway-api")
+	list.Dir = "../.."
+	dir, err := list.Output()
+	check(t, err)
+	definitions := strings.TrimSpace(string(dir)) + "/config/crd/standard/gateway.networking.k8s.io_"
+	for _, resource := range []string{"gatewayclasses", "gateways", "tcproutes", "udproutes", "referencegrants"} {
+		c.post(readFile(t, definitions+resource+".yaml"))
+	}
+	classes, _, _ := strings.Cut(readFile(t, "../kustomize/components/gateway/classes.yaml"), "\n---\napiVersion: v1\n")
+	c.post(classes)
+	for _, namespace := range []string{"edge", "names"} {
+		c.post("apiVersion: v1\nkind: Namespace\nmetadata: {name: " + namespace + "}")
+	}
+	for _, port := range []string{"namespace: shop, name: db}\nspec: {ports: [{port: 5432}]}",
+		"namespace: shop, name: db-next}\nspec: {ports: [{port: 5432}]}",
+		"namespace: names, name: dns}\nspec: {ports: [{port: 53, protocol: UDP}]}"} {
+		c.post("apiVersion: v1\nkind: Service\nmetadata: {" + port)
+	}
+	c.collect("one")
+	for _, name := range []string{"a", "b"} {
+		c.connect(name)
+	}
+	c.post(readFile(t, "../../examples/gateway.yaml"))
+	services := c.plane.Client.CoreV1().Services("edge")
+	var made *corev1.Service
+	testkit.Eventually(t, time.Minute, "there is a Service", func() bool {
+		made, err = services.Get(t.Context(), "db-verdict", metav1.GetOptions{})
+		return err == nil
+	})
+	made.Status.LoadBalancer.Ingress = []corev1.LoadBalancerIngress{{IP: "203.0.113.30"}}
+	_, err = services.UpdateStatus(t.Context(), made, metav1.UpdateOptions{})
+	check(t, err)
+	for path, wants := range map[string][]string{
+		"edge/gateways/db":   {`"type":"Programmed","status":"True"`, `"value":"203.0.113.30"`},
+		"shop/tcproutes/db":  {`"type":"Accepted","status":"True"`, `"type":"ResolvedRefs","status":"True"`},
+		"edge/udproutes/dns": {`"type":"Accepted","status":"True"`, `"type":"ResolvedRefs","status":"True"`},
+	} {
+		testkit.Eventually(t, time.Minute, path+" is programmed", func() bool {
+			text := c.conditions(path)
+			return !slices.ContainsFunc(wants, func(want string) bool { return !strings.Contains(text, want) })
+		}, func() string { return c.conditions(path) })
+	}
+	if log := c.collectors["one"].Tail(); strings.Contains(log, "forbidden") {
+		t.Error("a right is missing")
+	}
+}
+
+// post creates the objects of YAML documents, as an administrator.
+func (c *realCluster) post(text string) {
+	c.t.Helper()
+	for document := range strings.SplitSeq(text, "\n---\n") {
+		var o struct {
+			APIVersion, Kind string
+			Metadata         struct{ Namespace string }
+		}
+		check(c.t, yaml.Unmarshal([]byte(document), &o))
+		prefix := map[bool]string{false: "/api/", true: "/apis/"}[strings.Contains(o.APIVersion, "/")]
+		resource := strings.Replace(strings.ToLower(o.Kind)+"s", "classs", "classes", 1)
+		testkit.Eventually(c.t, time.Minute, "the API server takes a "+o.Kind, func() bool {
+			err := c.plane.Client.CoreV1().RESTClient().Post().AbsPath(prefix+o.APIVersion).Resource(resource).
+				NamespaceIfScoped(o.Metadata.Namespace, o.Metadata.Namespace != "").
+				SetHeader("Content-Type", "application/yaml").Body([]byte(document)).Do(c.t.Context()).Error()
+			if err != nil && !apierrors.IsNotFound(err) { // a definition takes a moment to be served
+				c.t.Fatal(err)
+			}
+			return err == nil
+		})
+	}
+}
+
+// conditions are the status of NAMESPACE/RESOURCE/NAME of Gateway API, each condition's type and status first.
+func (c *realCluster) conditions(path string) string {
+	raw, err := c.plane.Client.CoreV1().RESTClient().Get().AbsPath("/apis/gateway.networking.k8s.io/v1/namespaces/" +
+		path).DoRaw(context.Background())
+	if err != nil {
+		return err.Error()
+	}
+	return regexp.MustCompile(`"status":"(\w+)","type":"(\w+)"`).ReplaceAllString(string(raw), `"type":"$2","status":"$1"`)
 }
 
 // checkDenied: a Service without the owner cannot be changed, gain one, lose one, or go.

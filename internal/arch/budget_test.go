@@ -10,14 +10,14 @@ import (
 // in the commit what the lines are for, and what they replace.
 var budget = map[string]int{
 	"cmd":              4_800,
-	"nft":              17_970,
+	"nft":              18_150,
 	"ipvsplugin":       3_280,
-	"sync":             14_400,
-	"internal/system":  7_580,
-	"internal/proxy":   26_650,
-	"internal/answers": 14_860,
+	"sync":             14_475,
+	"internal/system":  7_590,
+	"internal/proxy":   26_660,
+	"internal/answers": 14_995,
 	"internal/gateway": 3_760,
-	"internal/lab":     7_280,
+	"internal/lab":     7_300,
 }
 
 // slack is how far below its budget a wing may be before the budget has to follow.

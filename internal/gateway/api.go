@@ -93,7 +93,8 @@ func newClient(config *rest.Config, gv schema.GroupVersion) (*rest.RESTClient, e
 func (a *api) serves(ctx context.Context) (map[string]string, error) {
 	served := map[string]string{}
 	for _, v := range versions {
-		raw, err := a.core.Get().AbsPath("/apis", gatewayv1.GroupName, v).SetHeader("Accept", runtime.ContentTypeJSON).DoRaw(ctx)
+		raw, err := a.core.Get().AbsPath("/apis", gatewayv1.GroupName, v).
+			SetHeader("Accept", runtime.ContentTypeJSON).DoRaw(ctx) // the client would ask for protobuf
 		if apierrors.IsNotFound(err) {
 			continue
 		}

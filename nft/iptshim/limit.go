@@ -59,15 +59,19 @@ func Check(s *dataplane.Service) error {
 // policyRules is how many rules of a port follow from its policies alone, at most.
 const policyRules = 8
 
-// estimate gives about how many rules a port has, and fewer only by maxRefusals: two for each frontend, and three or
-// with affinity four for each endpoint of a pool. Source ranges stand in one chain for all frontends.
+// estimate gives about how many rules a port has, and fewer only by maxRefusals: two for each frontend, or four with a
+// refused share, and three or with affinity four for each endpoint of a pool. Source ranges stand in one chain for all
+// frontends.
 func estimate(sp *dataplane.ServicePort) (rules int) {
-	each, sources := 3, 0
+	each, sources, frontend := 3, 0, 2
 	if sp.Affinity > 0 {
 		each++
+	}
+	if sp.Cluster.Refused+sp.Local.Refused > 0 {
+		frontend = 4
 	}
 	for i := range sp.Frontends {
 		sources = max(sources, len(sp.Frontends[i].Sources))
 	}
-	return policyRules + 2*len(sp.Frontends) + sources + each*(len(sp.Cluster.Endpoints)+len(sp.Local.Endpoints))
+	return policyRules + frontend*len(sp.Frontends) + sources + each*(len(sp.Cluster.Endpoints)+len(sp.Local.Endpoints))
 }

@@ -171,8 +171,8 @@ func TestRefusedTCP(t *testing.T) {
 	}
 }
 
-// TestSharesChangeUnderLoad changes a share, or has it come and go, as fast as the kernel takes it, while clients connect
-// all the time. Nobody hangs, and nobody is refused whose draw is in neither share.
+// TestSharesChangeUnderLoad changes a share, or has it come and go, as fast as the kernel takes it, while clients
+// connect all the time. Nobody hangs, and nobody is refused whose draw is in neither share.
 func TestSharesChangeUnderLoad(t *testing.T) {
 	for _, shares := range [][2]uint16{{0, 1}, {2000, 6000}} {
 		t.Run(fmt.Sprint(shares), func(t *testing.T) {
@@ -221,12 +221,27 @@ func TestRefusedShareIsListed(t *testing.T) {
 	for _, n := range labtest.Nfts(t) {
 		text := labtest.Run(t, c.Node, "", n.Path, "list", "table", "ip", nft.TableName)
 		if !strings.Contains(text, " . 0-1999 comment \"flows/s1:") ||
-			!strings.Contains(text, "meta priority . numgen random mod 10000 @refused-shares counter packets 0 bytes 0 goto no-") {
+			!strings.Contains(text, "\tmeta priority . numgen random mod 10000 @refused-shares counter packets 0 bytes 0 goto") {
 			t.Errorf("%s: %s", n.Path, text)
 		}
 	}
 	b = open(t, c.Node, Options{})
 	if r, err := b.Apply(st, dataplane.Change{}); err != nil || r.Added+r.Removed+r.Replaced > 0 {
 		t.Errorf("a new process writes: %+v, %v", r, err)
+	}
+	before := held(t, b)
+	listed, err := b.List()
+	labtest.Check(t, err)
+	set, at := nft.SetByID(nft.RefusedShares), ipfamily.IPv4
+	text := listed[at].Elements[nft.RefusedShares][0].Text(at, &set)
+	labtest.Run(t, c.Node, fmt.Sprintf("delete element ip %[1]s %[2]s { %[3]s }\nadd element ip %[1]s %[2]s { %[4]s }\n",
+		nft.TableName, set.Name(), text, strings.Replace(text, "1999", "7999", 1)), "nft", "-f", "-")
+	if found := check(t, b); len(found) == 0 {
+		t.Error("another share is not found")
+	}
+	_, err = b.Apply(st, dataplane.Change{})
+	labtest.Check(t, err)
+	if after := held(t, b); after != before {
+		t.Errorf("another share is not corrected: %s", labtest.FirstDifference(after, before))
 	}
 }

@@ -209,7 +209,7 @@ func TestExplainBackends(t *testing.T) {
 		t.Errorf("disagrees: %v", d)
 	}
 	trace.Endings[0].Share, trace.Endings[1].Share = 1, 5
-	if d := trace.Disagreements(x); len(d) != 2 {
+	if d := trace.Disagreements(x); len(d) != 3 {
 		t.Errorf("disagrees: %v", d)
 	}
 }

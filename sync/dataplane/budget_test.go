@@ -231,3 +231,16 @@ func TestBudgetApart(t *testing.T) {
 	}
 	b.fresh()
 }
+
+// TestBudgetForgetsAmongAll: a Service that goes while all are computed anew asks for nothing more.
+func TestBudgetForgetsAmongAll(t *testing.T) {
+	limits := IPVS{Mode: IPVSAuto, MaxPerNamespace: 6}
+	b := newBooks(t, limits)
+	b.apply(asking("a", 1, 5), asking("b", 2, 3))
+	b.want("a")
+	cfg := b.Config()
+	cfg.MasqueradeAll = true
+	b.SetConfig(cfg)
+	b.apply(snapshot.Delta{Services: map[snapshot.Name]*snapshot.Service{name("a"): nil}})
+	b.want("b")
+}

@@ -43,20 +43,25 @@ func (t *Trace) Disagreements(x *Explanation) []Disagreement {
 		return nil
 	}
 	var out []Disagreement
-	refused := int(x.Refused())
 	remembered, taken := x.Port.Affinity, map[netip.AddrPort]bool{}
 	for _, c := range x.Endpoints {
 		taken[c.AddrPort] = taken[c.AddrPort] || c.Reason.Included()
 	}
+	refused := x.Refused()
 	for _, e := range t.Endings {
 		switch {
-		case e.Outcome == Rejected && refused > 0 && e.alike(refused, RefusedOf, true):
+		case e.Outcome == Rejected && e.alike(refused, RefusedOf, refused > 0):
+			refused = 0
 		case e.Outcome != Sent:
 			out = append(out, Disagreement{Objects: want.String(),
 				Kernel: fmt.Sprintf("%s in %d of %d cases", e.Outcome, e.Share, e.Of)})
 		case taken[e.Endpoint] && e.Remember != x.Port.Affinity:
 			remembered = e.Remember
 		}
+	}
+	if refused > 0 {
+		out = append(out, Disagreement{Objects: fmt.Sprintf("%s in %d of %d cases", Rejected, refused, RefusedOf),
+			Kernel: want.String()})
 	}
 	if remembered != x.Port.Affinity {
 		out = append(out, Disagreement{Affinity: true, Objects: rememberText(x.Port.Affinity),
@@ -83,27 +88,26 @@ func (t *Trace) endpointDisagreements(x *Explanation) (out []Disagreement) {
 			endings[e.Endpoint] = e
 		}
 	}
-	total, kept := 0, RefusedOf-int(x.Refused())
+	total := 0
 	for _, c := range x.Endpoints {
 		if c.Reason.Included() {
 			total += c.Share()
 		}
 	}
+	rounded := x.Refused() > 0 || x.Port.Hash != NoHash
+	total *= RefusedOf
 	for _, c := range x.Endpoints {
 		has, held := endings[c.AddrPort]
 		if !c.Reason.Included() {
 			continue
 		}
+		share := c.Share() * (RefusedOf - x.Refused())
 		delete(endings, c.AddrPort)
 		switch {
 		case !held && !stuck:
 			out = append(out, Disagreement{Endpoint: c.AddrPort, Objects: there, Kernel: not})
-		case held && !stuck && !has.alike(c.Share()*kept, total*RefusedOf, c.Weight > 0 || x.Port.Hash != NoHash):
-			objects := fmt.Sprintf("%d of %d connections", c.Share(), total)
-			if kept < RefusedOf {
-				objects += fmt.Sprintf(", of %d of %d", kept, RefusedOf)
-			}
-			out = append(out, Disagreement{Endpoint: c.AddrPort, Objects: objects,
+		case held && !stuck && !has.alike(share, total, c.Weight > 0 || rounded):
+			out = append(out, Disagreement{Endpoint: c.AddrPort, Objects: shareText(share, total),
 				Kernel: fmt.Sprintf("%d of %d", has.Share, has.Of)})
 		case held && has.Masquerade != c.SourceSeen.Node():
 			out = append(out, Disagreement{Endpoint: c.AddrPort, Objects: seesText(c.SourceSeen.Node()),
@@ -117,10 +121,18 @@ func (t *Trace) endpointDisagreements(x *Explanation) (out []Disagreement) {
 	return out
 }
 
+// shareText says a share of connections in few figures.
+func shareText(share, total int) string {
+	if share%RefusedOf == 0 {
+		return fmt.Sprintf("%d of %d connections", share/RefusedOf, total/RefusedOf)
+	}
+	return fmt.Sprintf("%.4g %% of connections", 100*float64(share)/float64(total))
+}
+
 // alike reports whether the chance is a share of a total. A rounded one may be off by less than one of the parts into
 // which the kernel divides all connections, or by one per cent.
 func (e *Ending) alike(share, total int, rounded bool) bool {
-	want, all := float64(share)*float64(e.Of), float64(total) // whose products do not fit into an int
+	want, all := float64(share)*float64(e.Of), float64(total) // whose products may not fit into an int
 	off := math.Abs(float64(e.Share)*all - want)
 	return off == 0 || rounded && (off < all || off*100 <= want)
 }

@@ -225,7 +225,7 @@ func Explain(cfg Config, s *snapshot.Snapshot, q Question) *Explanation {
 }
 
 // Refused returns how many of RefusedOf new connections are refused before an endpoint is chosen. A frontend answers.
-func (x *Explanation) Refused() uint16 { return x.Frontend.Routes[x.Row].Pool.Refused }
+func (x *Explanation) Refused() int { return int(x.Frontend.Routes[x.Row].Pool.Refused) }
 
 // PodsOf returns how pods are recognized, in IPv4 and in IPv6.
 func PodsOf(cfg Config, s *snapshot.Snapshot) ipfamily.Per[Pods] { return newHost(cfg, s, nil).pods }

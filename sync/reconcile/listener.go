@@ -117,6 +117,11 @@ type InSync struct {
 	Triggers []snapshot.Trigger
 }
 
+// TooManyBackends reports whether a Service refers to too many endpoints of others: see the reason of this name.
+func (s *InSync) TooManyBackends(n snapshot.Name) bool {
+	return s.State != nil && s.State.Services[n].NotScheduled() == dataplane.TooManyBackends
+}
+
 // notify calls one field of each listener.
 func notify[E any](l *Loop, field func(*Listener) func(E), event E) {
 	for i := range l.Listeners {

@@ -105,6 +105,24 @@ func (s *Snapshot) PortOf(b *Backend, p Protocol) (name, refused string) {
 	return "", "the Service has no such port of this protocol"
 }
 
+// SlicesOf returns the slices of which endpoints may serve a Service, each once, in no order: its own, or those of its
+// backends.
+func (s *Snapshot) SlicesOf(n Name) []*Slice {
+	svc := s.Services[n]
+	if svc == nil || svc.Backends == nil {
+		return slices.Collect(maps.Values(s.Slices[n]))
+	}
+	var list []*Slice
+	seen := map[Name]bool{}
+	for to := range svc.Backends.Each() {
+		if to.Refused == "" && !seen[to.Service] {
+			seen[to.Service] = true
+			list = slices.AppendSeq(list, maps.Values(s.Slices[to.Service]))
+		}
+	}
+	return list
+}
+
 // Referrers ranges over the names of the Services whose Backends name a Service, in no order.
 func (s *Snapshot) Referrers(n Name) iter.Seq[Name] { return maps.Keys(s.referrers[n]) }
 

@@ -68,4 +68,12 @@ func TestPortOf(t *testing.T) {
 	if got := slices.Collect(s.Referrers(db)); len(got) != 1 {
 		t.Errorf("%v", got)
 	}
+	sl := in("shop", "s")
+	s.Apply(Delta{Slices: map[Name]*Slice{sl: {Name: sl, Service: "db"}, {}: {}},
+		Services: map[Name]*Service{in("x", "twice"): referring(in("x", "twice"), db, db)}})
+	for n, want := range map[Name]int{db: 1, {}: 1, in("x", "twice"): 1, in("x", "nobody"): 0} {
+		if got := s.SlicesOf(n); len(got) != want || want > 0 && got[0].Name != sl {
+			t.Errorf("%v: %v", n, got)
+		}
+	}
 }

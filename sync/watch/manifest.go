@@ -293,7 +293,7 @@ func (r *reader) readObject(t *yamltree.Tree, kind, apiVersion string, out *chun
 		if out.others++; r.change != nil && (kind == "TCPRoute" || kind == "UDPRoute") {
 			// Silence would read as if it changed nothing. The controller makes a Service of it, which a proxy reads.
 			out.reject(t, objectName(kind, nameIn(t, true)), "kind", "a proxy reads no %s: plan the Service of its Gateway, "+
-				"whose annotation %sbackends names the backends (docs/GATEWAY.md)", kind, annotationDomain)
+				"whose annotation %s names the backends (docs/GATEWAY.md)", kind, AnnotationBackends)
 		}
 		return
 	}

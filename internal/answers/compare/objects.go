@@ -148,11 +148,12 @@ func (o *objects) endpoints(p packets.Packet, fe *frontend, r *dataplane.Route, 
 		total += uint64(max(ep.Weight, 1))
 	}
 	served := packets.NewChance(dataplane.RefusedOf-uint64(r.Pool.Refused), dataplane.RefusedOf)
-	out, refusals := make([]packets.Outcome, 0, len(r.Pool.Endpoints)+1), 0
+	var refused []packets.Outcome
 	if r.Pool.Refused > 0 {
-		out, refusals = append(out, ends(p, packets.Rejected)...), 1
-		out[0].Chance = packets.NewChance(uint64(r.Pool.Refused), dataplane.RefusedOf)
+		refused = ends(p, packets.Rejected)
+		refused[0].Chance = packets.NewChance(uint64(r.Pool.Refused), dataplane.RefusedOf)
 	}
+	out := make([]packets.Outcome, 0, len(r.Pool.Endpoints)+1)
 	for _, ep := range r.Pool.Endpoints {
 		own := ep.Local && ep.Addr() == p.Source.Addr()
 		onHost := p.Interface != "" && slices.Contains(o.host, ep.Addr())
@@ -163,11 +164,11 @@ func (o *objects) endpoints(p packets.Packet, fe *frontend, r *dataplane.Route, 
 		}
 		if m == any(ep.AddrPort) {
 			x.Chance, x.Recalled = served, true
-			return append(out[:refusals], x), nil
+			return append([]packets.Outcome{x}, refused...), nil
 		}
 		out = append(out, x)
 	}
-	return out, nil
+	return append(out, refused...), nil
 }
 
 // digest identifies the State, as far as it says what happens to packets.

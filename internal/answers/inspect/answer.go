@@ -73,7 +73,9 @@ type View struct {
 	// Scheduler is IPVS's scheduler, if IPVS chooses the endpoint.
 	Scheduler string `json:"scheduler,omitempty"`
 	// Ranges are the source ranges; nil if every source is allowed.
-	Ranges     *Ranges            `json:"sourceRanges,omitempty"`
+	Ranges *Ranges `json:"sourceRanges,omitempty"`
+	// Backends are those of the port, if the Service refers to others.
+	Backends   []Backend          `json:"backends,omitempty"`
 	Rows       []Row              `json:"rows,omitempty"`
 	Endpoints  []Endpoint         `json:"endpoints,omitempty"`
 	Excluded   []ExcludedEndpoint `json:"leftOut,omitempty"`
@@ -270,6 +272,7 @@ func (a *Answer) fillFrontend(v *View, o *Objects) {
 	for i, r := range x.Frontend.Routes {
 		v.Rows = append(v.Rows, Row{r.From.String(), rowEndpoints[x.Local[i]], r.SNAT, i == x.Row})
 	}
+	v.Backends = backendsOf(x)
 	if x.Cause == dataplane.FrontendScheduled {
 		v.Scheduler = x.Port.Scheduling.String()
 	}
@@ -280,6 +283,9 @@ func (a *Answer) fillFrontend(v *View, o *Objects) {
 		a.fillEndpoints(v, o)
 	}
 }
+
+// refused is the part of the connections that is refused before an endpoint is chosen.
+func (a *Answer) refused() float64 { return float64(a.explanation.Refused()) / dataplane.RefusedOf }
 
 // fillEndpoints fills in the endpoints that can be chosen, and the excluded ones.
 func (a *Answer) fillEndpoints(v *View, o *Objects) {
@@ -298,7 +304,7 @@ func (a *Answer) fillEndpoints(v *View, o *Objects) {
 			continue
 		}
 		e := Endpoint{socket: socketOf(c.AddrPort), Node: c.Object.Node, Zone: c.Object.Zone,
-			Chance: float64(c.Share()) / float64(total), Draining: c.Reason == dataplane.IncludedTerminating}
+			Chance: float64(c.Share()) / float64(total) * (1 - a.refused()), Draining: c.Reason == dataplane.IncludedTerminating}
 		a.fillSource(&e, c.SourceSeen)
 		if v.Scheduler != "" {
 			e.Chance, e.Weight = 0, int(c.Weight)

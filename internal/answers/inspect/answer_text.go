@@ -67,9 +67,13 @@ func (a *Answer) why(v *View) string {
 	x, dst := a.explanation, a.explanation.Question.Key
 	switch x.Cause {
 	case dataplane.FrontendFound:
-		return sentTo(v.Endpoints)
+		return sentTo(v.Endpoints) + refusedText(a.refused())
 	case dataplane.FrontendScheduled:
 		return scheduledTo(v)
+	case dataplane.NoEndpoints:
+		if x.Frontend != nil && x.Frontend.NotScheduled == dataplane.TooManyBackends {
+			return "rejected: " + x.Frontend.NotScheduled.String()
+		}
 	case dataplane.NoLocalEndpoints:
 		policy := "internalTrafficPolicy"
 		if x.Frontend.Kind != dataplane.ClusterIP {
@@ -101,9 +105,17 @@ func (a *Answer) why(v *View) string {
 func (a *Answer) whyKernel(v *View) string {
 	switch {
 	case v.Outcome == "several":
-		whole := 0.0
+		whole, refused := 0.0, 0.0
 		for _, e := range v.Endpoints {
 			whole += e.Chance
+		}
+		for _, e := range a.trace.Endings {
+			if e.Outcome == dataplane.Rejected {
+				refused += float64(e.Share) / float64(e.Of)
+			}
+		}
+		if whole+refused > 1-1e-6 {
+			return sentTo(v.Endpoints) + refusedText(refused)
 		}
 		return fmt.Sprintf("%s, but %s of the connections find an empty slot and are not translated", sentTo(v.Endpoints),
 			percent(1-whole))
@@ -253,6 +265,7 @@ func (a *Answer) printView(s *terminal.Printer, v *View, o TextOptions) {
 		}
 		labelled(s, label, "%s%s", mark, terminal.Columns{11, 24, 1}.Row(who, where, sees))
 	}
+	printBackends(s, v.Backends)
 	a.printAffinity(s, v)
 	if len(v.Chains) > 0 {
 		labelled(s, "Way", "%s", strings.Join(v.Chains, " -> "))

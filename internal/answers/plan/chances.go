@@ -155,13 +155,15 @@ func (c *Chances) compare(p poolPair) {
 	}
 }
 
-// eachChance calls do for each endpoint of a pool, with its chance.
+// eachChance calls do for each endpoint of a pool, with its chance of all connections, refused ones included. Equal
+// chances are equal numbers, whatever the weights.
 func eachChance(p *dataplane.Pool, do func(netip.AddrPort, float64)) {
 	total := 0
 	for i := range p.Endpoints {
 		total += int(max(p.Endpoints[i].Weight, 1))
 	}
 	for i := range p.Endpoints {
-		do(p.Endpoints[i].AddrPort, float64(max(p.Endpoints[i].Weight, 1))/float64(total))
+		share := int(max(p.Endpoints[i].Weight, 1)) * (dataplane.RefusedOf - int(p.Refused))
+		do(p.Endpoints[i].AddrPort, float64(share)/float64(total*dataplane.RefusedOf))
 	}
 }

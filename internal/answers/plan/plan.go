@@ -214,7 +214,7 @@ func (m *maker) apply() {
 	}
 }
 
-// concerned returns the Services that the change names, or whose slices it names.
+// concerned returns the Services that the change names, or whose slices it names, and those that refer to them.
 func (m *maker) concerned() []snapshot.Name {
 	names := slices.Collect(maps.Keys(m.Change.Delta.Services))
 	for n, sl := range m.Change.Delta.Slices {
@@ -224,6 +224,9 @@ func (m *maker) concerned() []snapshot.Name {
 		if sl != nil {
 			names = append(names, snapshot.Name{Namespace: n.Namespace, Name: sl.Service})
 		}
+	}
+	for _, n := range slices.Clone(names) {
+		names = slices.AppendSeq(names, m.Objects.Snap.Referrers(n))
 	}
 	slices.SortFunc(names, snapshot.Name.Compare)
 	return slices.Compact(names)

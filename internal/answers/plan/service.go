@@ -110,10 +110,27 @@ func (m *maker) settings(s *Service, n snapshot.Name, before, after *dataplane.S
 		port := portLabel(a)
 		say(port, "session affinity", spanText(b.Affinity), spanText(a.Affinity))
 		say(port, "choice", choiceText(b), choiceText(a))
+		say(port, "connections refused for backends without endpoints", refusedText(b), refusedText(a))
 		say(port, "second chance", b.SecondChance.String(), a.SecondChance.String())
 		say(port, "drain deadline", spanText(b.Drain), spanText(a.Drain))
 		said[a.Name.Port+a.Name.Protocol.String()] = len(s.Settings) > count
 	}
+}
+
+// refusedText says how many connections are refused for backends without endpoints: of all, and with a policy Local if
+// that has endpoints.
+func refusedText(sp *dataplane.ServicePort) string {
+	share := func(p *dataplane.Pool) string {
+		if p.Refused == 0 {
+			return "none"
+		}
+		return fmt.Sprintf("%.4g%%", float64(p.Refused)*100/dataplane.RefusedOf)
+	}
+	text := share(sp.Cluster)
+	if local := share(sp.Local); len(sp.Local.Endpoints) > 0 && local != text {
+		text += " (with a policy Local " + local + ")"
+	}
+	return text
 }
 
 func portText(p uint16) string {

@@ -98,7 +98,7 @@ func addressesOf(s *corev1.Service) []address {
 
 // assign gives each request an address of the Service, those with a value first. Without requests, all addresses of the
 // Service's type are the Gateway's. It returns them, and why one is missing.
-func (g *gateway) assign() ([]StatusAddress, reasoned[gatewayv1.GatewayConditionReason]) {
+func (g *gateway) assign() ([]StatusAddress, gatewayReason) {
 	var given []StatusAddress
 	var list []address
 	if g.live != nil {
@@ -161,7 +161,7 @@ func (g *gateway) statusAddress(a *address, routability string) StatusAddress {
 }
 
 // missing is why a Gateway that asks for no address and has some cannot be programmed.
-func (g *gateway) missing(has int) (why reasoned[gatewayv1.GatewayConditionReason]) {
+func (g *gateway) missing(has int) (why gatewayReason) {
 	if has > 0 {
 		return why
 	}
@@ -173,17 +173,20 @@ func (g *gateway) missing(has int) (why reasoned[gatewayv1.GatewayConditionReaso
 	return why
 }
 
-// unsatisfied is why a Gateway some of whose requests have no address cannot be programmed.
-func (g *gateway) unsatisfied(open []*addressRequest) (why reasoned[gatewayv1.GatewayConditionReason]) {
+// unsatisfied is why a Gateway some of whose requests have no address cannot be programmed. The API has one reason for
+// an address that a Gateway names, and its version 1.7 another one if that is in the cluster.
+func (g *gateway) unsatisfied(open []*addressRequest) (why gatewayReason) {
 	var list []string
 	for _, r := range open {
-		if why.Reason == "" || r.particular && !r.clusterIP() {
-			why.Reason = gatewayv1.GatewayReasonAddressNotAssigned
-			if r.particular && !r.clusterIP() {
-				why.Reason = gatewayv1.GatewayReasonAddressNotUsable
-			}
+		if r.particular && !r.clusterIP() {
+			why.Reason = gatewayv1.GatewayReasonAddressNotUsable
 		}
-		list = append(list, r.text+": "+cmp.Or(r.impossible, "the Service "+g.serviceName.String()+" does not have it"))
+		why.Reason = cmp.Or(why.Reason, gatewayv1.GatewayReasonAddressNotAssigned)
+		problem := fmt.Sprintf("the Service %s does not have it", g.serviceName)
+		if r.particular && (r.clusterIP() || g.serviceType() == corev1.ServiceTypeClusterIP) {
+			problem += "; the cluster IP of a Service never changes"
+		}
+		list = append(list, r.text+": "+cmp.Or(r.impossible, problem))
 	}
 	why.Message = strings.Join(list, "; ")
 	return why

@@ -28,7 +28,7 @@ const labelProxyName = "service.kubernetes.io/service-proxy-name"
 
 // resolve finds the backends of a route, and says why some are refused.
 func (c *computation) resolve(r *route) {
-	r.resolved = reasoned[gatewayv1.RouteConditionReason]{gatewayv1.RouteReasonResolvedRefs,
+	r.resolved = routeReason{gatewayv1.RouteReasonResolvedRefs,
 		"all references are resolved"}
 	var refused []string
 	for i := range r.refs {

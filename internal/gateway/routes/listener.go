@@ -2,6 +2,7 @@ package routes
 
 import (
 	"fmt"
+	"slices"
 
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/labels"
@@ -28,7 +29,7 @@ type listener struct {
 	kinds        []gatewayv1.RouteGroupKind
 	invalidKinds bool
 	// rejected is why it is not accepted; its Reason is empty if it is.
-	rejected   reasoned[gatewayv1.ListenerConditionReason]
+	rejected   listenerReason
 	conflicted bool
 	// selector selects the namespaces of routes, and allowed has what it said of them so far. Nil for the Gateway's own
 	// namespace alone.
@@ -42,11 +43,17 @@ type listener struct {
 	first *route
 }
 
-// reasoned is a condition's reason and message.
+// reasoned is a condition's reason and message; the zero value is none.
 type reasoned[R ~string] struct {
 	Reason  R
 	Message string
 }
+
+type (
+	gatewayReason  = reasoned[gatewayv1.GatewayConditionReason]
+	listenerReason = reasoned[gatewayv1.ListenerConditionReason]
+	routeReason    = reasoned[gatewayv1.RouteConditionReason]
+)
 
 // serves says whether the listener's port is one of the Service's, if the Gateway has a Service.
 func (l *listener) serves() bool { return l.rejected.Reason == "" && len(l.kinds) > 0 }
@@ -67,8 +74,7 @@ func readListeners(g *Gateway) []listener {
 		l := &list[i]
 		l.conflicted = conflicts(l.Protocol, users[portOf(l.Listener)])
 		if l.conflicted && l.rejected.Reason == "" {
-			l.rejected.Reason = gatewayv1.ListenerReasonPortUnavailable
-			l.rejected.Message = fmt.Sprintf("port %d is another listener's, too", l.Port)
+			l.rejected = listenerReason{gatewayv1.ListenerReasonPortUnavailable, l.conflict()}
 		}
 	}
 	return list
@@ -87,24 +93,18 @@ func portOf(l *gatewayv1.Listener) listenerPort {
 // conflicts says whether a listener is not distinct from the others on its port: TCP is from nothing, and other
 // protocols may be by their hostnames, which does not matter, since they are not supported.
 func conflicts(own gatewayv1.ProtocolType, all []gatewayv1.ProtocolType) bool {
-	if len(all) < 2 {
-		return false
-	}
-	if kindOf[own] != "" {
-		return true
-	}
-	for _, p := range all {
-		if p == gatewayv1.TCPProtocolType {
-			return true
-		}
-	}
-	return false
+	return len(all) > 1 && (kindOf[own] != "" || slices.Contains(all, gatewayv1.TCPProtocolType))
+}
+
+// conflict says what is wrong with a listener that is conflicted.
+func (l *listener) conflict() string {
+	return fmt.Sprintf("port %d is another listener's, too", l.Port)
 }
 
 // check sets why the listener is not accepted.
 func (l *listener) check() {
 	reject := func(reason gatewayv1.ListenerConditionReason, format string, args ...any) {
-		l.rejected = reasoned[gatewayv1.ListenerConditionReason]{reason, fmt.Sprintf(format, args...)}
+		l.rejected = listenerReason{reason, fmt.Sprintf(format, args...)}
 	}
 	switch from := l.from(); {
 	case kindOf[l.Protocol] == "":
@@ -199,7 +199,7 @@ func (l *listener) status(generation int64, programmed bool, why string) gateway
 		"no other listener has the port", generation)
 	if l.conflicted {
 		conflicted = condition(gatewayv1.ListenerConditionConflicted, true, gatewayv1.ListenerReasonProtocolConflict,
-			fmt.Sprintf("port %d is another listener's, too", l.Port), generation)
+			l.conflict(), generation)
 	}
 	done := condition(gatewayv1.ListenerConditionProgrammed, true, gatewayv1.ListenerReasonProgrammed,
 		"all nodes have programmed it", generation)

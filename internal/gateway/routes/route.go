@@ -28,7 +28,7 @@ type route struct {
 	unsupported string
 	// backends are those of refs, and resolved says why some are refused. Both are for all parents.
 	backends []backend
-	resolved reasoned[gatewayv1.RouteConditionReason]
+	resolved routeReason
 	parents  []attachment
 }
 
@@ -44,44 +44,39 @@ type attachment struct {
 func tcpRoute(o *gatewayv1.TCPRoute) *route {
 	r := &route{kind: kindTCP, protocol: corev1.ProtocolTCP, spec: &o.Spec.CommonRouteSpec,
 		plan: RoutePlan{Object: o, Status: &o.Status.RouteStatus}}
-	r.readRules(len(o.Spec.Rules))
-	if len(o.Spec.Rules) == 1 {
-		r.readRefs(o.Spec.Rules[0].BackendRefs)
+	for i := range o.Spec.Rules {
+		r.refs = o.Spec.Rules[i].BackendRefs
 	}
+	r.check(len(o.Spec.Rules))
 	return r
 }
 
 func udpRoute(o *gatewayv1.UDPRoute) *route {
 	r := &route{kind: kindUDP, protocol: corev1.ProtocolUDP, spec: &o.Spec.CommonRouteSpec,
 		plan: RoutePlan{Object: o, Status: &o.Status.RouteStatus}}
-	r.readRules(len(o.Spec.Rules))
-	if len(o.Spec.Rules) == 1 {
-		r.readRefs(o.Spec.Rules[0].BackendRefs)
+	for i := range o.Spec.Rules {
+		r.refs = o.Spec.Rules[i].BackendRefs
 	}
+	r.check(len(o.Spec.Rules))
 	return r
 }
 
-func (r *route) readRules(n int) {
-	if n != 1 {
-		r.unsupported = fmt.Sprintf("spec.rules: a %s has one rule, and not %d", r.kind, n)
+// check checks what definitions of the API check, too: older ones, which the cluster may have, do not.
+func (r *route) check(rules int) {
+	if rules != 1 {
+		r.unsupported = fmt.Sprintf("spec.rules: a %s has one rule, and not %d", r.kind, rules)
+	} else if n := len(r.refs); n > snapshot.MaxBackends {
+		r.unsupported = fmt.Sprintf("spec.rules[0].backendRefs: %d are too many: %d at most", n, snapshot.MaxBackends)
 	}
-}
-
-// readRefs checks what definitions of the API check, too: those that the cluster has may not.
-func (r *route) readRefs(refs []gatewayv1.BackendRef) {
-	if len(refs) > snapshot.MaxBackends {
-		r.unsupported = fmt.Sprintf("spec.rules[0].backendRefs: %d are too many: %d at most", len(refs),
-			snapshot.MaxBackends)
-		return
-	}
-	for i := range refs {
-		if w := or(refs[i].Weight, 1); w < 0 || w > snapshot.MaxBackendWeight {
+	for i := range r.refs {
+		if w := or(r.refs[i].Weight, 1); r.unsupported == "" && (w < 0 || w > snapshot.MaxBackendWeight) {
 			r.unsupported = fmt.Sprintf("spec.rules[0].backendRefs[%d].weight: %d is not a number from 0 to %d", i, w,
 				snapshot.MaxBackendWeight)
-			return
 		}
 	}
-	r.refs = refs
+	if r.unsupported != "" {
+		r.refs = nil
+	}
 }
 
 func (r *route) name() string {
@@ -186,7 +181,7 @@ func (c *computation) planRoute(r *route) {
 		accepted := r.accepted(a)
 		resolved := r.resolved
 		if why, left := a.to.leftOut[r]; left {
-			resolved = reasoned[gatewayv1.RouteConditionReason]{routeReasonTooLarge, why}
+			resolved = routeReason{routeReasonTooLarge, why}
 		}
 		r.plan.Parents = append(r.plan.Parents, RouteParent{
 			Gateway: a.to.obj.Key(),

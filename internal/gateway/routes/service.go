@@ -9,6 +9,7 @@ import (
 
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/runtime/schema"
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/apimachinery/pkg/util/intstr"
 	"k8s.io/apimachinery/pkg/util/validation"
@@ -49,7 +50,7 @@ func (g *gateway) service(backends string) *corev1.Service {
 		ObjectMeta: metav1.ObjectMeta{Name: g.serviceName.Name, Namespace: g.serviceName.Namespace,
 			Labels: map[string]string{}, Annotations: map[string]string{},
 			OwnerReferences: []metav1.OwnerReference{*metav1.NewControllerRef(g.obj,
-				gatewayv1.SchemeGroupVersion.WithKind("Gateway"))}},
+				schema.GroupVersionKind{Group: gatewayv1.GroupName, Version: "v1", Kind: "Gateway"})}},
 		Spec: corev1.ServiceSpec{Type: g.serviceType(), IPFamilyPolicy: new(corev1.IPFamilyPolicyPreferDualStack)},
 	}
 	g.addMetadata(s, backends)

@@ -50,7 +50,8 @@ func TestServiceMetadata(t *testing.T) {
 		if s.Annotations["note"] != "b" || !strings.Contains(s.Annotations[watch.AnnotationBackends], "Gateway edge/") {
 			t.Errorf("annotations %v", s.Annotations)
 		}
-		if o := s.OwnerReferences; len(o) != 1 || o[0].Name != name || o[0].Kind != "Gateway" || !*o[0].Controller {
+		if o := s.OwnerReferences; len(o) != 1 || o[0].Name != name || o[0].Kind != "Gateway" ||
+			o[0].APIVersion != "gateway.networking.k8s.io/v1" || !*o[0].Controller {
 			t.Errorf("owners %v", o)
 		}
 		if len(s.Spec.Selector) > 0 || len(s.Spec.ExternalIPs) > 0 {

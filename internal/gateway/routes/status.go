@@ -26,7 +26,7 @@ type gateway struct {
 	listeners []listener
 	requests  []addressRequest
 	// rejected is why the Gateway is not accepted; its Reason is empty if it is.
-	rejected reasoned[gatewayv1.GatewayConditionReason]
+	rejected gatewayReason
 	// served says that the Gateway has a Service.
 	served bool
 	// routability says that status has the field.
@@ -35,7 +35,7 @@ type gateway struct {
 	// addresses are those of the Service that are the Gateway's; noAddress is why one is missing, and its Reason is empty
 	// if none is.
 	addresses []StatusAddress
-	noAddress reasoned[gatewayv1.GatewayConditionReason]
+	noAddress gatewayReason
 	// leftOut says why the backends of a route are not in the annotation.
 	leftOut map[*route]string
 	needs   []types.NamespacedName
@@ -84,7 +84,7 @@ func liveParameters(s *corev1.Service) *parameters {
 func (g *gateway) check() {
 	reject := func(reason gatewayv1.GatewayConditionReason, message string) {
 		if g.rejected.Reason == "" {
-			g.rejected = reasoned[gatewayv1.GatewayConditionReason]{reason, message}
+			g.rejected = gatewayReason{reason, message}
 		}
 	}
 	if g.params == nil {
@@ -153,30 +153,30 @@ func (c *computation) planGateway(g *gateway) {
 	why := g.notProgrammed()
 	p.Programmed = g.status(why)
 	if p.Waiting = p.Programmed; why.Reason == "" {
-		p.Waiting = g.status(reasoned[gatewayv1.GatewayConditionReason]{gatewayv1.GatewayReasonPending,
+		p.Waiting = g.status(gatewayReason{gatewayv1.GatewayReasonPending,
 			fmt.Sprintf("not all nodes have programmed the Service %s and its backends yet", g.serviceName)})
 	}
 	c.plan.Gateways = append(c.plan.Gateways, p)
 }
 
 // notProgrammed is why the Gateway will not be programmed as it is; its Reason is empty if it will be.
-func (g *gateway) notProgrammed() reasoned[gatewayv1.GatewayConditionReason] {
+func (g *gateway) notProgrammed() gatewayReason {
 	_, served := g.countListeners()
 	switch {
 	case g.rejected.Reason != "":
-		return reasoned[gatewayv1.GatewayConditionReason]{gatewayv1.GatewayReasonInvalid, "the Gateway is not accepted"}
+		return gatewayReason{gatewayv1.GatewayReasonInvalid, "the Gateway is not accepted"}
 	case served == 0:
-		return reasoned[gatewayv1.GatewayConditionReason]{gatewayv1.GatewayReasonInvalid,
+		return gatewayReason{gatewayv1.GatewayReasonInvalid,
 			"no listener can be served: none allows a kind of routes that is supported"}
 	case g.taken:
-		return reasoned[gatewayv1.GatewayConditionReason]{gatewayv1.GatewayReasonNoResources, fmt.Sprintf(
+		return gatewayReason{gatewayv1.GatewayReasonNoResources, fmt.Sprintf(
 			"the Service %s would be the Gateway's, but is not: it is left alone", g.serviceName)}
 	}
 	return g.noAddress
 }
 
 // status is the Gateway's, given why it is not programmed.
-func (g *gateway) status(why reasoned[gatewayv1.GatewayConditionReason]) GatewayStatus {
+func (g *gateway) status(why gatewayReason) GatewayStatus {
 	accepted := condition(gatewayv1.GatewayConditionAccepted, true, gatewayv1.GatewayReasonAccepted,
 		"the Gateway is valid", g.obj.Generation)
 	if g.rejected.Reason != "" {

@@ -172,7 +172,7 @@ func (n *NodePorts) update(in *reconcile.InSync, name snapshot.Name) {
 		n.markDirty(c)
 	}
 	c.ready = ipfamily.Per[int]{}
-	if in.State == nil || in.State.Services[name].NotScheduled() != dataplane.TooManyBackends { // else it has none at all
+	if !in.TooManyBackends(name) { // else it has none at all
 		c.ready[0], c.ready[1] = dataplane.LocalReady(n.Config.NodeName, in.Snapshot, name)
 	}
 }

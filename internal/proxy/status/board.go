@@ -69,7 +69,9 @@ func (b *Board) inSync(s reconcile.InSync) {
 	clear(b.failed)
 	for _, n := range s.Change.Services {
 		e := b.services[n]
-		e.object, e.slices = s.Snapshot.Services[n], slices.Collect(maps.Values(s.Snapshot.Slices[n]))
+		if e.object, e.slices = s.Snapshot.Services[n], nil; !s.TooManyBackends(n) {
+			e.slices = s.Snapshot.SlicesOf(n)
+		}
 		b.put(n, e)
 	}
 }

@@ -173,6 +173,8 @@ func (s *Service) judge(programmed *dataplane.Service) {
 		where = " at " + strings.Join(none, ", ")
 	}
 	switch {
+	case programmed.NotScheduled() == dataplane.TooManyBackends:
+		s.is(Refuses, programmed.NotScheduled().String())
 	case len(none) > 0 && verdict == Refuses:
 		s.is(Refuses, "no endpoint"+where)
 	case len(none) > 0:

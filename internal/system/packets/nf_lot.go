@@ -109,6 +109,22 @@ func (w *walker) lot(m *machine, op *nfOp) (result, error) {
 	return goOn, nil
 }
 
+// keyOf returns the expression behind a lot that looks its value up, and what the key is for each value.
+func (m *machine) keyOf(op *nfOp, r *nfRule) (look *nfOp, key func(v uint32) []byte) {
+	look = &r.ops[m.op]
+	turned := look.kind == opByteorder
+	if turned {
+		look = &r.ops[m.op+1]
+	}
+	return look, func(v uint32) []byte {
+		m.load(op.dest, native32(v+uint32(op.offset)))
+		if turned {
+			slices.Reverse(m.regs[op.dest : op.dest+4])
+		}
+		return m.regs[look.source : look.source+look.n]
+	}
+}
+
 // draws returns the values of a lot: each, or of those that find the same only one. Those that find nothing are the
 // last.
 func (w *walker) draws(m *machine, op *nfOp, r *nfRule) (list []draw, err error) {
@@ -118,18 +134,7 @@ func (w *walker) draws(m *machine, op *nfOp, r *nfRule) (list []draw, err error)
 		}
 		return list, nil
 	}
-	look := &r.ops[m.op]
-	turned := look.kind == opByteorder
-	if turned {
-		look = &r.ops[m.op+1]
-	}
-	key := func(v uint32) []byte {
-		m.load(op.dest, native32(v+uint32(op.offset)))
-		if turned {
-			slices.Reverse(m.regs[op.dest : op.dest+4])
-		}
-		return m.regs[look.source : look.source+look.n]
-	}
+	look, key := m.keyOf(op, r)
 	find := func(v uint32) *nfElement { return look.set.find(key(v)) }
 	var keys [][]byte
 	if look.set.read != nil {

@@ -22,6 +22,8 @@ type Options struct {
 	Asking bool
 	// Weights has some Services ask for a hash of the client, and some endpoints have weights.
 	Weights bool
+	// Backends has some Services refer to others, of which some may not be there.
+	Backends bool
 	// Odd has some Services at external IPs, at the node's own address, at a node port that is another frontend's port
 	// there, at cluster IPs outside of the ServiceCIDRs, and with some forty ports; and the Node without addresses.
 	Odd bool
@@ -93,7 +95,23 @@ func (c Cluster) Service(i int) *snapshot.Service {
 	if c.Weights {
 		c.weighs(s)
 	}
+	if c.Backends && c.IntN(3) == 0 {
+		c.refers(s)
+	}
 	return s
+}
+
+// refers gives each port of a Service up to three backends.
+func (c Cluster) refers(s *snapshot.Service) {
+	s.Backends = &snapshot.Backends{For: "Gateway default/" + s.Name.Name}
+	for _, p := range s.Ports {
+		of := snapshot.PortBackends{Port: p.Name}
+		for range 1 + c.IntN(3) {
+			n := snapshot.Name{Namespace: "default", Name: fmt.Sprintf("s%d", c.IntN(c.Services))}
+			of.To = append(of.To, snapshot.Backend{Service: n, Port: p.Port, Weight: uint32(c.IntN(4))})
+		}
+		s.Backends.Ports = append(s.Backends.Ports, of)
+	}
 }
 
 // odd makes a Service what few are.
