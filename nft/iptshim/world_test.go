@@ -27,5 +27,6 @@ type world struct{ snapshottest.Cluster }
 
 func newWorld(seed uint64, services int) world {
 	return world{snapshottest.Cluster{Rand: rand.New(rand.NewPCG(seed, 7)),
-		Options: snapshottest.Options{Services: services, Endpoints: 13, NodePorts: 40, Weights: true, Odd: true}}}
+		Options: snapshottest.Options{Services: services, Endpoints: 13, NodePorts: 40, Weights: true, Odd: true,
+			Backends: true}}}
 }

@@ -45,7 +45,7 @@ func TestTraceAgreesWithExplain(t *testing.T) {
 	for seed := range uint64(60) {
 		r := rand.New(rand.NewPCG(seed, 2))
 		w, snap := snapshottest.Cluster{Rand: r, Options: snapshottest.Options{Services: 4, Endpoints: 5, NodePorts: 3,
-			Asking: true, Weights: true}}, snapshot.New()
+			Asking: true, Weights: true, Backends: true}}, snapshot.New()
 		cfg := traceConfigs[r.IntN(len(traceConfigs))]
 		delta := w.Host()
 		for range 20 {

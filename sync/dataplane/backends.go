@@ -1,7 +1,6 @@
 package dataplane
 
 import (
-	"iter"
 	"math"
 	"slices"
 	"strings"
@@ -70,9 +69,9 @@ func (b *builder) backingOf(n snapshot.Name) *backing {
 
 // refer records to how many endpoints some Services refer, before any of them is computed: all that refer to too many
 // together would take long. It returns the Services that get another answer than before.
-func (b *builder) refer(s *snapshot.Snapshot, names iter.Seq[snapshot.Name]) (flipped []snapshot.Name) {
+func (b *builder) refer(s *snapshot.Snapshot, names []snapshot.Name) (flipped []snapshot.Name) {
 	b.in, b.backings = s, nil
-	for n := range names {
+	for _, n := range names {
 		svc := s.Services[n]
 		if svc == nil || svc.Backends == nil {
 			b.referred.forget(n)
@@ -154,15 +153,6 @@ type filters []endpointFilter
 
 // decide returns whether a candidate is in the pool, and why.
 func (fs filters) decide(c *candidate) Reason { return fs[c.group].decide(c) }
-
-// filtersOf returns the filters that a function makes for each group.
-func (b *builder) filtersOf(one func(group uint8) endpointFilter) filters {
-	fs := make(filters, max(len(b.groups), 1))
-	for g := range fs {
-		fs[g] = one(uint8(g))
-	}
-	return fs
-}
 
 // merged returns the pool of a port with backends. Of the connections, each group gets the share of its weight, and
 // each endpoint the share of its parts in that. An address in several groups gets the sum.

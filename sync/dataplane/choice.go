@@ -82,30 +82,35 @@ func (ch *endpointFilter) decide(c *candidate) Reason {
 // back to terminating endpoints and ignores hints: hints must never lead to an empty pool. Endpoints with the weight 0
 // do not count.
 func (b *builder) clusterFilters() filters {
-	return b.filtersOf(func(group uint8) endpointFilter {
-		ready := func(c candidate) bool { return c.group == group && c.ready() && !c.drains() }
+	fs := make(filters, max(len(b.groups), 1))
+	for g := range fs {
+		ready := func(c candidate) bool { return int(c.group) == g && c.ready() && !c.drains() }
 		if !slices.ContainsFunc(b.candidates, ready) {
-			return endpointFilter{terminating: true}
+			fs[g] = endpointFilter{terminating: true}
+		} else {
+			fs[g] = b.topologyFilter(g)
 		}
-		return b.topologyFilter(group)
-	})
+	}
+	return fs
 }
 
 // localFilters are the filters of the local pool.
 func (b *builder) localFilters() filters {
-	return b.filtersOf(func(group uint8) endpointFilter {
+	fs := make(filters, max(len(b.groups), 1))
+	for g := range fs {
 		ready := slices.ContainsFunc(b.candidates, func(c candidate) bool {
-			return c.group == group && c.local && c.ready() && !c.drains()
+			return int(c.group) == g && c.local && c.ready() && !c.drains()
 		})
-		return endpointFilter{local: true, terminating: !ready}
-	})
+		fs[g] = endpointFilter{local: true, terminating: !ready}
+	}
+	return fs
 }
 
 // topologyFilter returns the filter that the topology hints in a group ask for. A kind of hint counts only if every
 // ready endpoint has one, because half-written hints would send too much traffic to a few endpoints. It must also name
 // this node or zone. Node hints take precedence. A Service that prefers near endpoints ignores hints, as long as zones
 // are known.
-func (b *builder) topologyFilter(group uint8) endpointFilter {
+func (b *builder) topologyFilter(group int) endpointFilter {
 	if b.nearAsked && b.zonesIgnored() == "" {
 		return endpointFilter{}
 	}
@@ -113,7 +118,7 @@ func (b *builder) topologyFilter(group uint8) endpointFilter {
 	allNodes, allZones, ourNode, ourZone := node != "", zone != "", false, false
 	for i := range b.candidates {
 		c := &b.candidates[i]
-		if c.group != group || !c.ready() || c.drains() {
+		if int(c.group) != group || !c.ready() || c.drains() {
 			continue
 		}
 		allNodes, allZones = allNodes && len(c.ForNodes) > 0, allZones && len(c.ForZones) > 0

@@ -15,7 +15,7 @@ func Compute(cfg Config, s *snapshot.Snapshot) (*State, []Conflict) {
 	st := &State{Services: make(map[snapshot.Name]*Service, len(s.Services))}
 	st.setGlobals(&b.host, s.ServiceCIDRs, shared)
 
-	b.refer(s, maps.Keys(s.Services))
+	b.refer(s, slices.Collect(maps.Keys(s.Services)))
 	winner := make(map[Key]Claim, len(s.Services))
 	for n := range s.Services {
 		svc := b.service(s, n)

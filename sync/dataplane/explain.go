@@ -282,17 +282,15 @@ func (e *explainer) fillBudget() {
 	if len(asking) == 0 {
 		return
 	}
-	e.refer(e.s, func(yield func(snapshot.Name) bool) {
-		for n := range e.s.Services {
-			if asking[n.Namespace] && !yield(n) {
-				return
-			}
-		}
-	})
+	var all []snapshot.Name
 	for n, svc := range e.s.Services {
 		if asking[n.Namespace] && e.asks(n, svc) {
-			e.service(e.s, n)
+			all = append(all, n)
 		}
+	}
+	e.refer(e.s, all)
+	for _, n := range all {
+		e.service(e.s, n)
 	}
 	e.balance()
 }

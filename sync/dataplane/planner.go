@@ -87,7 +87,7 @@ func (p *Planner) Apply(s *snapshot.Snapshot, c snapshot.Change) (Change, []Conf
 		names = slices.Collect(maps.Keys(s.Services))
 	}
 	names = p.build.update(&p.reservations, s, names)
-	if flipped := p.build.refer(s, slices.Values(names)); len(flipped) > 0 {
+	if flipped := p.build.refer(s, names); len(flipped) > 0 {
 		names = Change{Services: names}.With(Change{Services: flipped}).Services
 	}
 	u := update{Planner: p, snapshot: s}
