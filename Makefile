@@ -201,7 +201,7 @@ release-check: ## the same, twice: every byte must be equal
 cluster: tools ## test deploy/ at a real API server, and rules and takeovers against a real kube-proxy, after building both
 	cd deploy/test && $(GO) test -tags peers -count=1 -v .
 	$(GO) test -tags peers -count=1 -v -run 'TestKubeProxy|TestObjects' ./nft/iptshim ./internal/answers/compare ./internal/lab/benchmark \
-		./internal/answers/cluster/trial
+		./internal/answers/cluster/trial ./internal/gateway
 	$(GO) test -tags peers -count=1 -v -run 'TestLiveTakeover/(nft|ip)tables' ./cmd/verdict
 
 # Three nodes with kubelet, containerd and runc in namespaces of this machine. Root only.

@@ -93,8 +93,7 @@ func newClient(config *rest.Config, gv schema.GroupVersion) (*rest.RESTClient, e
 func (a *api) serves(ctx context.Context) (map[string]string, error) {
 	served := map[string]string{}
 	for _, v := range versions {
-		raw, err := a.core.Get().AbsPath("/apis", gatewayv1.GroupName, v).
-			SetHeader("Accept", runtime.ContentTypeJSON).DoRaw(ctx) // the client would ask for protobuf
+		raw, err := a.gateway[v].Get().AbsPath("/apis", gatewayv1.GroupName, v).DoRaw(ctx)
 		if apierrors.IsNotFound(err) {
 			continue
 		}

@@ -65,7 +65,8 @@ type leader struct {
 	tracker *tracker
 }
 
-// settle is how long changes are gathered before it is computed what follows from them.
+// settle is how long changes are gathered before it is computed what follows from them, at least; and twice as long as
+// that took the last time, so that whoever changes much does not keep a processor busy.
 const settle = 50 * time.Millisecond
 
 // Lead writes until ctx is done. Ask says what nodes have programmed.
@@ -85,15 +86,17 @@ func (c *Controller) Lead(ctx context.Context, ask collector.Asker) {
 	all.Go(func() { l.writer.run(ctx) })
 	wake := time.NewTimer(0)
 	defer wake.Stop()
-	for {
+	for took := time.Duration(0); ; {
 		select {
 		case <-ctx.Done():
 			return
 		case <-w.dirty:
-			clock.Pause(ctx, settle)
+			clock.Pause(ctx, max(settle, 2*took))
 		case <-wake.C:
 		}
+		begin := time.Now()
 		wake.Reset(l.pass(ctx))
+		took = time.Since(begin)
 	}
 }
 

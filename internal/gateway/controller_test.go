@@ -37,14 +37,22 @@ func (r *rig) is(key, condition string, want metav1.ConditionStatus) bool {
 }
 
 func (r *rig) condition(key, condition string) *metav1.Condition {
-	var o struct {
-		Metadata metav1.ObjectMeta
-		Status   struct {
-			Conditions []metav1.Condition
-			Parents    []struct{ Conditions []metav1.Condition }
-		}
-	}
+	var o withConditions
 	r.get(key, &o)
+	return o.condition(condition)
+}
+
+// withConditions is any object of Gateway API.
+type withConditions struct {
+	Metadata metav1.ObjectMeta
+	Status   struct {
+		Conditions []metav1.Condition
+		Parents    []struct{ Conditions []metav1.Condition }
+	}
+}
+
+// condition returns a condition of the object as it is; nil if there is none, or one of an older object.
+func (o *withConditions) condition(condition string) *metav1.Condition {
 	for _, p := range o.Status.Parents {
 		o.Status.Conditions = append(o.Status.Conditions, p.Conditions...)
 	}
@@ -194,14 +202,25 @@ spec:
   from: [{group: gateway.networking.k8s.io, kind: TCPRoute, namespace: edge}]
   to: [{group: "", kind: Service}]`)
 	r.eventually(t, "ResolvedRefs", route)
-	var order []string
-	for _, w := range r.written() {
-		if strings.Contains(w, "services/") {
-			order = append(order, w)
-		}
+	if w := r.ofServices(); !slices.Equal(w, []string{"PATCH " + theService + "/status", "PATCH " + theService}) {
+		t.Errorf("after the grant: %q", w)
 	}
-	if !slices.Equal(order, []string{"PATCH " + theService + "/status", "PATCH " + theService}) {
-		t.Errorf("after the grant: %q", order)
+	r.calm()
+	other := strings.NewReplacer("namespace: shop", "namespace: edge", "[{name: db, ", "[{namespace: shop, name: db, ",
+		", {name: db-next, port: 5432, weight: 1}", "")
+	r.put(t, other.Replace(shopDB(1, 1)))
+	r.eventually(t, "Accepted", route)
+	r.calm()
+	r.put(t, strings.Replace(other.Replace(shopDB(1, 1)), "name: db, port", "name: db-next, port", 1))
+	r.eventually(t, "Accepted", route)
+	var w []string
+	testkit.Eventually(t, 10*time.Second, "the Service is written", func() bool {
+		w = append(w, r.ofServices()...)
+		return len(w) >= 3
+	})
+	if !slices.Equal(w, []string{"PATCH " + theService + "/status", "PATCH " + theService,
+		"PATCH " + theService + "/status"}) {
+		t.Errorf("after one backend in place of another: %q", w)
 	}
 	r.calm()
 	r.drop("referencegrants/shop/edge")
@@ -212,6 +231,16 @@ spec:
 	if w := r.calm(); !slices.Contains(w, "PATCH "+theService) {
 		t.Errorf("after the grant is gone: %q", w)
 	}
+}
+
+// ofServices returns the writes of Services so far, in their order.
+func (r *rig) ofServices() (list []string) {
+	for _, w := range r.written() {
+		if strings.Contains(w, "services/") {
+			list = append(list, w)
+		}
+	}
+	return list
 }
 
 // TestRejectedService: if the API server does not want a Gateway's Service, the Gateway says so, is tried rarely, and

@@ -192,24 +192,35 @@ func TestTwo(t *testing.T) {
 	}
 }
 
+// manyRoutes are Gateways with listeners, and a route with a Service of its own for each.
+func manyRoutes(gateways, listeners int) string {
+	var text []string
+	for i := range gateways {
+		var list []string
+		for j := range listeners {
+			list = append(list, fmt.Sprintf("{name: l%d, port: %d, protocol: TCP, allowedRoutes: {namespaces: {from: All}}}",
+				j, 1000+j))
+			text = append(text, fmt.Sprintf("kind: Service\nmetadata: {namespace: shop, name: s%d-%d}\n"+
+				"spec: {type: ClusterIP, ports: [{port: 80, protocol: TCP}]}", i, j), manyRoute(i, j))
+		}
+		text = append(text, fmt.Sprintf("kind: Gateway\nmetadata: {namespace: edge, name: g%d}\n"+
+			"spec: {gatewayClassName: verdict, listeners: [%s]}", i, strings.Join(list, ", ")))
+	}
+	return strings.Join(text, "\n---\n")
+}
+
+func manyRoute(i, j int) string {
+	return fmt.Sprintf(`kind: TCPRoute
+metadata: {namespace: shop, name: r%d-%d}
+spec:
+  parentRefs: [{namespace: edge, name: g%d, sectionName: l%d}]
+  rules: [{backendRefs: [{name: s%d-%d, port: 80}]}]`, i, j, i, j, i, j)
+}
+
 // TestMany: 1,000 routes on 100 Gateways get two writes each at most, and changes of one Gateway concern no other.
 func TestMany(t *testing.T) {
 	r := newRig(t)
-	var text []string
-	for i := range 100 {
-		var listeners []string
-		for j := range 10 {
-			listeners = append(listeners, fmt.Sprintf("{name: l%d, port: %d, protocol: TCP, allowedRoutes: {namespaces: "+
-				"{from: All}}}", j, 1000+j))
-			text = append(text, fmt.Sprintf("kind: Service\nmetadata: {namespace: shop, name: s%d-%d}\n"+
-				"spec: {type: ClusterIP, ports: [{port: 80, protocol: TCP}]}", i, j),
-				fmt.Sprintf("kind: TCPRoute\nmetadata: {namespace: shop, name: r%d-%d}\nspec: {parentRefs: [{namespace: edge, "+
-					"name: g%d, sectionName: l%d}], rules: [{backendRefs: [{name: s%d-%d, port: 80}]}]}", i, j, i, j, i, j))
-		}
-		text = append(text, fmt.Sprintf("kind: Gateway\nmetadata: {namespace: edge, name: g%d}\nspec: {gatewayClassName: "+
-			"verdict, listeners: [%s]}", i, strings.Join(listeners, ", ")))
-	}
-	r.put(t, strings.Join(text, "\n---\n"))
+	r.put(t, manyRoutes(100, 10))
 	begin := time.Now()
 	r.leadWith(t, slog.New(slog.NewTextHandler(io.Discard, nil)))
 	testkit.Eventually(t, 3*time.Minute, "all are programmed", func() bool {
@@ -240,7 +251,7 @@ func TestMany(t *testing.T) {
 	if most > 2 {
 		t.Errorf("an object was written %d times", most)
 	}
-	r.put(t, strings.Replace(text[1], "port: 80}", "port: 80, weight: 7}", 1))
+	r.put(t, strings.ReplaceAll(manyRoute(0, 0), "port: 80}", "port: 80, weight: 7}"))
 	r.eventually(t, "Accepted", "tcproutes/shop/r0-0")
 	got := r.calm()
 	if slices.Sort(got); !slices.Equal(got, []string{"PATCH services/edge/g0-verdict",

@@ -176,7 +176,10 @@ func (p *pass) waiting(g *routes.GatewayPlan, at progress) (now routes.GatewaySt
 			reason = string(gatewayv1.GatewayReasonAddressNotUsable)
 		}
 	}
-	if left := patience - time.Since(at.since); !said && left > 0 {
+	if at.asked.IsZero() && !said {
+		return g.Waiting, false
+	}
+	if left := patience - time.Since(at.asked); left > 0 && !said {
 		p.sooner(left)
 		return g.Waiting, false
 	}

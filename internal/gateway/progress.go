@@ -37,10 +37,11 @@ type progress struct {
 	// goal names what nodes must have; empty while it is not written yet. programmed says that they have.
 	goal       string
 	programmed bool
-	// since is when it began not to be programmed, and why says what was missing last.
-	since time.Time
-	why   string
-	stop  context.CancelFunc
+	// began is when it ceased to be programmed, and asked when nodes were asked first since then, zero if they were not.
+	began, asked time.Time
+	// why says what was missing last.
+	why  string
+	stop context.CancelFunc
 }
 
 // need is a Service that nodes must have.
@@ -86,17 +87,20 @@ func (t *tracker) aim(ctx context.Context, n types.NamespacedName, goal string, 
 	defer t.mu.Unlock()
 	p := t.has[n]
 	if p == nil {
-		p = &progress{since: time.Now(), stop: func() {}}
+		p = &progress{began: time.Now(), stop: func() {}}
 		t.has[n] = p
 	} else if p.goal == goal {
 		return *p
 	}
 	p.stop()
 	if p.programmed {
-		p.since = time.Now()
+		p.began, p.asked = time.Now(), time.Time{}
 	}
 	p.goal, p.programmed, p.why, p.stop = goal, false, "", func() {}
 	if goal != "" {
+		if p.asked.IsZero() {
+			p.asked = time.Now()
+		}
 		var asking context.Context
 		asking, p.stop = context.WithCancel(ctx)
 		wanted := needs()
@@ -128,7 +132,7 @@ func (t *tracker) follow(ctx context.Context, p *progress, needs []need) {
 			return
 		}
 		p.programmed, p.why = why == "", why
-		took := time.Since(p.since)
+		took := time.Since(p.began)
 		t.mu.Unlock()
 		t.changed()
 		if why == "" {

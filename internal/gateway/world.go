@@ -2,9 +2,11 @@ package gateway
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"log/slog"
 	"maps"
+	"net/url"
 	"slices"
 	"strings"
 	"sync"
@@ -15,6 +17,7 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/apimachinery/pkg/util/wait"
 	apiwatch "k8s.io/apimachinery/pkg/watch"
 	"k8s.io/client-go/rest"
 	"k8s.io/client-go/tools/cache"
@@ -90,6 +93,9 @@ const (
 	// missingFor is how long a resource must be missing before it is believed: a server that has just started may not
 	// know its definitions yet.
 	missingFor = 20 * time.Second
+	// retryMost is how long a reflector pauses after an error, at most: client-go's half a minute is long for somebody
+	// who waits for a Gateway.
+	retryMost = 3 * time.Second
 	// toldAgain is when an error that persists is logged again.
 	toldAgain = 5 * time.Minute
 	// core is the version of resources that every cluster has.
@@ -276,8 +282,9 @@ func (w *world) reflector(r *resource, client *rest.RESTClient) *cache.Reflector
 			return got, err
 		},
 	}
+	retry := wait.Backoff{Duration: time.Second / 2, Cap: retryMost, Steps: 5, Factor: 2, Jitter: 0.5}
 	return cache.NewReflectorWithOptions(lw, r.example, r.store,
-		cache.ReflectorOptions{Name: r.name, Logger: &klog.Logger{}})
+		cache.ReflectorOptions{Name: r.name, Logger: &klog.Logger{}, Backoff: &retry})
 }
 
 // watched logs the outcome of a request, and has it looked whether the resource is gone.
@@ -306,6 +313,9 @@ func (w *world) tell(ctx context.Context, what string, err error) {
 		return
 	}
 	w.told[what] = told{cause, now}
+	if u := (*url.Error)(nil); errors.As(err, &u) {
+		err = u.Err // the URL says nothing new
+	}
 	w.log.Warn("failed to "+what+"; retrying", "err", err)
 }
 

@@ -125,7 +125,7 @@ func (w *writer) finish(ctx context.Context, j job, err error) {
 			most = lastRejected
 		}
 		w.failed[j.ref] = failure{err, j.basis, f.times + 1, time.Now().Add(min(firstRetry<<min(f.times, 20), most))}
-		if f.times == 2 && !apierrors.IsConflict(err) {
+		if f.times == 2 && !apierrors.IsConflict(err) && !apierrors.IsNotFound(err) { // the world is behind
 			w.log.Warn("failed to write "+j.resource+"; retrying", "object", j.name.String(), "err", err)
 		}
 	}
