@@ -66,7 +66,7 @@ func (b *Bed) memory(ctx context.Context) (int, error) {
 	return kib >> 10, err
 }
 
-// writes are how often statuses were written since the API server started.
+// writes are how often somebody wrote statuses, or tried to, since the API server started.
 type writes struct{ Gateways, Routes, Services int }
 
 func (w writes) minus(o writes) writes {

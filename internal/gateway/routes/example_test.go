@@ -1,6 +1,7 @@
 package routes
 
 import (
+	"github.com/verdict-proxy/verdict/sync/watch"
 	"os"
 	"slices"
 	"strings"
@@ -44,7 +45,7 @@ func TestExample(t *testing.T) {
 	const shares = `"to":[{"service":"shop/db","port":5432,"weight":90},` +
 		`{"service":"shop/db-next","port":5432,"weight":10}]`
 	s := plan.Gateways[0].Service
-	if s == nil || !strings.Contains(s.Annotations[annotationBackends], shares) {
+	if s == nil || !strings.Contains(s.Annotations[watch.AnnotationBackends], shares) {
 		t.Errorf("the Service is %+v", s)
 	}
 }

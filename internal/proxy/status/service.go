@@ -31,7 +31,7 @@ const (
 	Waiting State = "waiting"
 	// Unaddressed: other Services have all its addresses.
 	Unaddressed State = "unaddressed"
-	// Refuses and Drops: a port has no endpoint that this node may send to, or one of its backends has none.
+	// Refuses and Drops: a port has no endpoint that this node may send to.
 	Refuses State = "refuses"
 	Drops   State = "drops"
 	// Ejects: an endpoint does not answer this node, which sends it nothing new.
@@ -50,6 +50,8 @@ func (s State) Rank() int { return slices.Index(states, s) }
 // Service is a Service on a node.
 type Service struct {
 	Service string `json:"service"`
+	// For names what asked for its backends, as "Gateway edge/db"; empty if nobody said.
+	For string `json:"for,omitempty"`
 	// Type is LoadBalancer if it has an address of one, else NodePort if it has one, else ClusterIP.
 	Type  string `json:"type"`
 	State State  `json:"state"`
@@ -58,8 +60,8 @@ type Service struct {
 	ClusterIPs      []netip.Addr `json:"clusterIPs,omitempty"`
 	ExternalIPs     []netip.Addr `json:"externalIPs,omitempty"`
 	LoadBalancerIPs []netip.Addr `json:"loadBalancerIPs,omitempty"`
-	// Endpoints counts the addresses in the Service's slices, whatever their state, and Usable those that new connections
-	// to its worst port may go to from this node.
+	// Endpoints counts the addresses in the Service's slices, whatever their state, or if it has backends those that are
+	// programmed of them; and Usable those that new connections to its worst port may go to from this node.
 	Endpoints int           `json:"endpoints"`
 	Usable    int           `json:"usable"`
 	Ports     []PortOfState `json:"ports,omitempty"`
@@ -89,6 +91,7 @@ func (s *Service) addresses(o *snapshot.Service) {
 	if o == nil {
 		return
 	}
+	s.For = o.For()
 	s.ClusterIPs, s.ExternalIPs, s.LoadBalancerIPs = o.ClusterIPs, o.ExternalIPs, o.LoadBalancerIPs
 	for _, p := range o.Ports {
 		s.Ports = append(s.Ports, PortOfState{Name: p.Name, Protocol: p.Protocol.String(), Port: p.Port,
@@ -177,8 +180,8 @@ func (s *Service) judge(programmed *dataplane.Service) {
 	case len(none) > 0:
 		s.is(Drops, "no endpoint on this node"+where)
 	case refused > 0:
-		s.is(Refuses, fmt.Sprintf("%.4g%% of connections: backends without endpoints",
-			float64(refused)*100/dataplane.RefusedOf))
+		s.is(Refuses, fmt.Sprintf("%.3g %% of connections: a backend has no endpoint",
+			100*float64(refused)/dataplane.RefusedOf))
 	case ejected > 0:
 		s.is(Ejects, fmt.Sprintf("%d ejected", ejected))
 	}
