@@ -74,6 +74,11 @@ func (b *Bed) Prepare(ctx context.Context) error {
 	if _, err := b.route(ctx, 80, 20); err != nil {
 		return err
 	}
+	return b.programmed(ctx)
+}
+
+// programmed waits until the Gateway is, and notes its address.
+func (b *Bed) programmed(ctx context.Context) error {
 	return cluster.Wait(ctx, time.Minute, "the Gateway is programmed", func() error {
 		gw, err := b.objects.Resource(resource("gateways")).Namespace("edge").Get(ctx, "db", metav1.GetOptions{})
 		if err != nil {

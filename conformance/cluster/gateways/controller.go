@@ -66,14 +66,14 @@ func (b *Bed) memory(ctx context.Context) (int, error) {
 	return kib >> 10, err
 }
 
-// writes are how often somebody wrote statuses, or tried to, since the API server started.
+// writes are how often statuses were written since the API server started.
 type writes struct{ Gateways, Routes, Services int }
 
 func (w writes) minus(o writes) writes {
 	return writes{w.Gateways - o.Gateways, w.Routes - o.Routes, w.Services - o.Services}
 }
 
-var statusWrites = regexp.MustCompile(`(?m)^apiserver_request_total\{[^}]*resource="(gateways|tcproutes|services)"[^}]*` +
+var statusWrites = regexp.MustCompile(`(?m)^apiserver_request_total\{code="200"[^}]*resource="(gateways|tcproutes|services)"[^}]*` +
 	`subresource="status",verb="(?:PUT|PATCH|APPLY)"[^}]*\} (\S+)$`)
 
 func (b *Bed) writes(ctx context.Context) (writes, error) {

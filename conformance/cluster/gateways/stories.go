@@ -191,6 +191,7 @@ func twice(ctx context.Context, b *Bed) (string, error) {
 		if err == nil {
 			_, err = b.only(ctx, true)
 		}
+		err = errors.Join(err, b.programmed(ctx))
 		before, e := b.writes(ctx)
 		err = errors.Join(err, e, b.signal(ctx, l, "CONT"))
 		select {
