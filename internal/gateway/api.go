@@ -22,8 +22,9 @@ import (
 	"github.com/verdict-proxy/verdict/internal/gateway/routes"
 )
 
-// codecs know the only types that are decoded. Objects have the same form in all versions that a kind is watched in.
-var codecs = func() serializer.CodecFactory {
+// newCodecs returns what knows the only types that are decoded; a proxy on a node has none. Objects have the same form
+// in all versions that a kind is watched in.
+func newCodecs() serializer.CodecFactory {
 	s := runtime.NewScheme()
 	s.AddKnownTypes(corev1.SchemeGroupVersion, &corev1.Service{}, &corev1.ServiceList{}, &corev1.Namespace{},
 		&corev1.NamespaceList{}, &corev1.ConfigMap{})
@@ -38,7 +39,7 @@ var codecs = func() serializer.CodecFactory {
 	metav1.AddToGroupVersion(s, corev1.SchemeGroupVersion)
 	metav1.AddToGroupVersion(s, schema.GroupVersion{Version: "v1"})
 	return serializer.NewCodecFactory(s)
-}()
+}
 
 // versions are those of Gateway API that a kind may be watched in, the best one first.
 var versions = []string{"v1", "v1beta1", "v1alpha2"}
@@ -58,6 +59,8 @@ func newAPI(config *rest.Config) (*api, error) {
 	klog.SetLogger(klog.Logger{}) // client-go would log what we log anyway
 	a := &api{gateway: map[string]*rest.RESTClient{},
 		limiter: flowcontrol.NewTokenBucketRateLimiter(writesPerSecond, writeBurst)}
+	config = rest.CopyConfig(config)
+	config.NegotiatedSerializer = newCodecs().WithoutConversion()
 	var err error
 	if a.core, err = newClient(config, corev1.SchemeGroupVersion); err != nil {
 		return nil, err
@@ -78,7 +81,7 @@ func newClient(config *rest.Config, gv schema.GroupVersion) (*rest.RESTClient, e
 	if gv.Group == "" {
 		c.APIPath, c.AcceptContentTypes = "/api", runtime.ContentTypeProtobuf+","+runtime.ContentTypeJSON
 	}
-	c.NegotiatedSerializer, c.WarningHandler = codecs.WithoutConversion(), rest.NoWarnings{}
+	c.WarningHandler = rest.NoWarnings{}
 	if c.UserAgent == "" {
 		c.UserAgent = rest.DefaultKubernetesUserAgent()
 	}

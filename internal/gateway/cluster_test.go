@@ -168,9 +168,7 @@ func (c *cluster) define() {
 }
 
 func (c *cluster) look() {
-	c.controller.mu.Lock()
-	defer c.controller.mu.Unlock()
-	if l := c.controller.leading; l != nil {
+	if l := c.controller.leads(); l != nil {
 		notify(l.world.again)
 	}
 }
@@ -188,12 +186,14 @@ func (c *cluster) writes() map[Write]uint64 {
 	return last
 }
 
-// TestObjects: a real API server takes everything that is written, keeps it as it was written, and is written to no more
-// often than there is news.
+// TestObjects: a real API server takes everything that is written, keeps it as it was written, and is written to no
+// more often than there is news.
 func TestObjects(t *testing.T) {
 	c := newCluster(t)
 	c.lead()
-	testkit.Eventually(t, time.Minute, "it waits for definitions", func() bool { return c.log.count("not installed") == 1 })
+	testkit.Eventually(t, time.Minute, "it waits for definitions", func() bool {
+		return c.log.count("not installed") == 1
+	})
 	c.define()
 	c.put(world1)
 	c.look()

@@ -50,7 +50,8 @@ type fakeEvent struct {
 }
 
 var kinds = map[string]string{classes: "GatewayClass", gateways: "Gateway", tcpRoutes: "TCPRoute",
-	udpRoutes: "UDPRoute", "referencegrants": "ReferenceGrant", "namespaces": "Namespace", services: "Service", "configmaps": "ConfigMap"}
+	udpRoutes: "UDPRoute", "referencegrants": "ReferenceGrant", "namespaces": "Namespace", services: "Service",
+	"configmaps": "ConfigMap"}
 
 func newFakeAPI(t testing.TB) *fakeAPI {
 	f := &fakeAPI{version: 100, objects: map[string]map[string]any{}, news: make(chan struct{}),
@@ -392,7 +393,7 @@ type rig struct {
 	controller *Controller
 }
 
-func newRig(t *testing.T) *rig {
+func newRig(t testing.TB) *rig {
 	r := &rig{fakeAPI: newFakeAPI(t), nodes: &nodes{lag: map[string]bool{}, asked: map[string]int{}}}
 	r.put(t, world1)
 	return r
@@ -405,7 +406,7 @@ func (r *rig) lead(t *testing.T) {
 }
 
 // leadWith is lead with a log.
-func (r *rig) leadWith(t *testing.T, log *slog.Logger) {
+func (r *rig) leadWith(t testing.TB, log *slog.Logger) {
 	t.Helper()
 	c, err := New(&rest.Config{Host: r.URL}, log, nil)
 	if err != nil {

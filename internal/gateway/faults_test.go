@@ -5,7 +5,6 @@ import (
 	"io"
 	"log/slog"
 	"runtime"
-	"slices"
 	"strings"
 	"sync"
 	"testing"
@@ -18,9 +17,7 @@ import (
 
 // look has the world looked at now, and not in half a minute.
 func (r *rig) look() {
-	r.controller.mu.Lock()
-	defer r.controller.mu.Unlock()
-	if l := r.controller.leading; l != nil {
+	if l := r.controller.leads(); l != nil {
 		notify(l.world.again)
 	}
 }
@@ -63,7 +60,7 @@ func TestNoDefinitions(t *testing.T) {
 	r.served = map[string][]string{"v1": {classes, gateways}}
 	r.mu.Unlock()
 	r.look()
-	expect(t, "while the server does not know TCPRoutes", r.calm())
+	r.expect(t, "while the server does not know TCPRoutes")
 	r.mu.Lock()
 	r.served = served
 	r.mu.Unlock()
@@ -140,6 +137,31 @@ func TestKilledBetweenWrites(t *testing.T) {
 	}
 }
 
+// TestHandover: a process that ends after it has written a Service, and before nodes have it, leaves it to the next one
+// to say so: that one asks nodes before it believes what statuses say.
+func TestHandover(t *testing.T) {
+	r := newRig(t)
+	r.put(t, edgeDB)
+	r.put(t, shopDB(1, 1))
+	r.lead(t)
+	r.eventually(t, ProgrammedCondition, theRoute)
+	r.calm()
+	r.nodes.set("edge/db-verdict", true)
+	r.put(t, shopDB(1, 2))
+	r.expect(t, "by the first", "PATCH "+theService)
+	r.stop()
+	r.lead(t)
+	testkit.Eventually(t, 30*time.Second, "the route says that it waits", func() bool {
+		if r.is(theRoute, ProgrammedCondition, "True") {
+			t.Fatal("it says that nodes have what they lack")
+		}
+		return r.is(theRoute, ProgrammedCondition, "False") && r.is(theGateway, "Programmed", "False")
+	})
+	r.nodes.set("edge/db-verdict", false)
+	r.eventually(t, ProgrammedCondition, theRoute)
+	r.eventually(t, "Programmed", theGateway)
+}
+
 // TestServerGone: while the API server answers nothing, nothing is undone; afterwards everything is as it should be,
 // with one write for each change.
 func TestServerGone(t *testing.T) {
@@ -167,7 +189,7 @@ func TestServerGone(t *testing.T) {
 	testkit.Eventually(t, time.Minute, "the route is as it should be", func() bool {
 		return r.is(theRoute, ProgrammedCondition, "True")
 	})
-	expect(t, "afterwards", r.calm(), "PATCH "+theService, "PATCH "+theRoute+"/status")
+	r.expect(t, "afterwards", "PATCH "+theService, "PATCH "+theRoute+"/status")
 }
 
 // TestTwo: two that lead at once, which a Lease prevents but for moments, come to an end of their writes.
@@ -253,9 +275,54 @@ func TestMany(t *testing.T) {
 	}
 	r.put(t, strings.ReplaceAll(manyRoute(0, 0), "port: 80}", "port: 80, weight: 7}"))
 	r.eventually(t, "Accepted", "tcproutes/shop/r0-0")
-	got := r.calm()
-	if slices.Sort(got); !slices.Equal(got, []string{"PATCH services/edge/g0-verdict",
-		"PATCH tcproutes/shop/r0-0/status"}) {
-		t.Errorf("after a change of one route: %q", got)
+	r.expect(t, "after a change of one route", "PATCH services/edge/g0-verdict", "PATCH tcproutes/shop/r0-0/status")
+}
+
+// BenchmarkPass looks at a world in which nothing is to be written, and at one whose routes are all to be written.
+func BenchmarkPass(b *testing.B) {
+	for _, size := range [][3]int{{100, 10, 1}, {1, 10, 1000}} {
+		for _, settled := range []bool{true, false} {
+			b.Run(fmt.Sprintf("gateways=%d/listeners=%d/routes=%d/settled=%v", size[0], size[1], size[2], settled),
+				func(b *testing.B) { benchmarkPass(b, size[0], size[1], size[2], settled) })
+		}
 	}
+}
+
+// benchmarkPass has a controller settle a world, or only read it, and stops it.
+func benchmarkPass(b *testing.B, many, listeners, each int, settled bool) {
+	r := newRig(b)
+	r.put(b, manyRoutes(many, listeners))
+	for i := range listeners {
+		for j := 1; j < each; j++ {
+			r.put(b, strings.Replace(manyRoute(0, i), "name: r0", fmt.Sprintf("name: r%d", 1000+j), 1))
+		}
+	}
+	r.fail = func(method, _ string) int {
+		if method != "GET" && !settled {
+			return 503
+		}
+		return 0
+	}
+	r.leadWith(b, slog.New(slog.DiscardHandler))
+	l := r.controller.leads()
+	for ; l == nil; l = r.controller.leads() {
+		time.Sleep(time.Millisecond)
+	}
+	testkit.Eventually(b, 5*time.Minute, "the world is read", func() bool {
+		s := r.controller.Stats()
+		return s.Objects[tcpRoutes] == many*listeners*each && (!settled || s.Programmed == many &&
+			s.Writes[Write{tcpRoutes + "/status", Outcomes[0]}] == uint64(many*listeners*each))
+	})
+	r.stop()
+	b.ReportAllocs()
+	for b.Loop() {
+		l.pass(b.Context())
+	}
+}
+
+// leads returns the work under way; nil if there is none.
+func (c *Controller) leads() *leader {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return c.leading
 }

@@ -1,6 +1,7 @@
 package gateway
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -414,6 +415,6 @@ func (w *world) view() *routes.World {
 // sorted returns a store's objects by name.
 func sorted[T object](s *store[T]) []T {
 	return slices.SortedFunc(maps.Values(s.known), func(a, b T) int {
-		return strings.Compare(nameOf(a).String(), nameOf(b).String())
+		return cmp.Or(strings.Compare(a.GetNamespace(), b.GetNamespace()), strings.Compare(a.GetName(), b.GetName()))
 	})
 }

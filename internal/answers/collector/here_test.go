@@ -11,8 +11,8 @@ import (
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
-// TestLead: a process that leads may ask as its nodes do: it learns that all have a Service, or who lacks it, and shares
-// a round with a node that asks the same. It is stopped before another leads.
+// TestLead: a process that leads may ask as its nodes do. It learns that all have a Service, or who lacks it, and
+// shares a round with a node that asks the same. It is stopped before another leads.
 func TestLead(t *testing.T) {
 	api := newFakeAPI(t)
 	api.set(cart, endpoint(1, "n0", true))
