@@ -206,7 +206,25 @@ func (w *walkWorld) serviceChange(r *rand.Rand, i int) snapshot.Delta {
 			s.Ports[i].NodePort = 30000 + uint16(r.IntN(8))
 		}
 	}
+	if len(s.ExternalIPs) > 0 && s.InternalLocal {
+		s.Backends = worldBackends(n, s.Ports)
+	}
 	return snapshot.Delta{Services: map[snapshot.Name]*snapshot.Service{n: s}}
+}
+
+// worldBackends has a Service refer to others of its namespace, which may not be there, may have no such port, or may
+// refer to others themselves.
+func worldBackends(n snapshot.Name, ports []snapshot.Port) *snapshot.Backends {
+	out := &snapshot.Backends{}
+	for _, p := range ports {
+		of := snapshot.PortBackends{Port: p.Name}
+		for i := range 3 {
+			of.To = append(of.To, snapshot.Backend{Service: snapshot.Name{Namespace: n.Namespace, Name: worldName(i).Name},
+				Port: p.Port, Weight: uint32(1 + i)})
+		}
+		out.Ports = append(out.Ports, of)
+	}
+	return out
 }
 
 func (w *walkWorld) goneService(i int) snapshot.Delta {
