@@ -158,6 +158,29 @@ func TestBackendRules(t *testing.T) {
 	}
 }
 
+// TestRefusedSharesTakeSlots: they are elements that take long to write, so a namespace has some, and the oldest first.
+func TestRefusedSharesTakeSlots(t *testing.T) {
+	usual := slotLimits
+	slotLimits.MaxPerNamespace = 3 * refusedSlots
+	defer func() { slotLimits = usual }()
+	s := snapshot.New()
+	put(s, append(serves("v1", pods(1, 1, "x")...), serves("v2")...)...)
+	for i := range 4 {
+		svc := backed(share("v1", 1), share("v2", 1))
+		svc.Name, svc.ClusterIPs = name(fmt.Sprint("gw", i)), []netip.Addr{v4(10<<24 | 96<<16 | uint32(i+1))}
+		svc.Age.Created = int64(i + 1)
+		put(s, svc)
+	}
+	st, _ := Compute(Config{}, s)
+	for i := range 4 {
+		svc := st.Services[name(fmt.Sprint("gw", i))]
+		if got := svc.Ports[0].Cluster.weights(); (got == "0 refused 5000") != (i < 3) || (got == "0 ") != (i == 3) ||
+			(svc.NotScheduled() == SlotsFull) != (i == 3) {
+			t.Errorf("%d: %s, %v", i, got, svc.NotScheduled())
+		}
+	}
+}
+
 // TestBackendsKeepFlows: a backend whose weight becomes 0 keeps its flows.
 func TestBackendsKeepFlows(t *testing.T) {
 	s := snapshot.New()

@@ -7,8 +7,9 @@ import (
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
-// MaxSlotsPerNamespace bounds the slots that the Services of a namespace ask for by weights and hashes: a line of YAML
-// may ask for thousands, which take some 200 bytes of kernel memory each. The oldest Services get theirs first.
+// MaxSlotsPerNamespace bounds the slots that the Services of a namespace ask for by weights, hashes and refused shares:
+// a line of YAML may ask for thousands, which take some 200 bytes of kernel memory each. The oldest Services get theirs
+// first.
 const MaxSlotsPerNamespace = 1 << 16
 
 // What weights and hashes may ask for, as nft grants it: docs/decisions/0019-chances.md.
@@ -21,6 +22,9 @@ const (
 	// that.
 	weightSlots            = 1024
 	weightSlotsPerEndpoint = 4
+	// refusedSlots is what a refused share counts for: an element of a set with ranges, which take long to write if there
+	// are thousands.
+	refusedSlots = 16
 )
 
 // slotLimits are the limits in the form of the other budget. Tests make them smaller.
@@ -52,8 +56,15 @@ func (b *builder) applySlotBudget(s *Service, svc *snapshot.Service) {
 	}
 }
 
-// slots returns about how many slots a pool asks for, 0 if one for each endpoint.
+// slots returns about how many slots a pool asks for, 0 if one for each endpoint and no share is refused.
 func (p *Pool) slots(h Hash) int {
+	if p.Refused > 0 {
+		return p.choiceSlots(h) + refusedSlots
+	}
+	return p.choiceSlots(h)
+}
+
+func (p *Pool) choiceSlots(h Hash) int {
 	n := len(p.Endpoints)
 	switch {
 	case n < 2:
@@ -75,10 +86,10 @@ func (p *Pool) slots(h Hash) int {
 	return min(int(sum), max(weightSlots, weightSlotsPerEndpoint*n))
 }
 
-// equalize removes the weights of a pool that nobody else holds.
+// equalize removes the weights of a pool that nobody else holds, and its refused share.
 func (p *Pool) equalize() {
-	if len(p.Endpoints) > 0 {
-		p.Endpoints = slices.Clone(p.Endpoints) // which the port's Serving may share
+	if len(p.Endpoints) > 0 { // else others hold it
+		p.Endpoints, p.Refused = slices.Clone(p.Endpoints), 0 // which the port's Serving may share
 	}
 	for i := range p.Endpoints {
 		p.Endpoints[i].Weight = 0

@@ -28,8 +28,8 @@ const (
 	// lightWeight is the most weight of changes that are written before heavier ones, so that they do not wait for
 	// them.
 	lightWeight = 1 << 10
-	// rangeWeight is the weight of a source range. Once there are ten thousand, the kernel takes about a hundred times
-	// as long for one as for another element.
+	// rangeWeight is the weight of a source range, and of a refused share. Once there are ten thousand, the kernel takes
+	// about a hundred times as long for one as for another element.
 	rangeWeight = 100
 	// maxCharge bounds the charge for each unit of weight, so that no namespace pays for the transactions of others.
 	maxCharge = 100 * time.Microsecond
@@ -306,6 +306,9 @@ func (l *Loop) weigh(o object, d *snapshot.Delta) int {
 func weightOf(svc *dataplane.Service) (w int) {
 	for sp := range svc.EachPort() {
 		w += len(sp.Frontends) + len(sp.Cluster.Endpoints) + len(sp.Local.Endpoints)
+		if sp.Cluster.Refused > 0 || sp.Local.Refused > 0 {
+			w += rangeWeight
+		}
 	}
 	return w
 }
