@@ -152,11 +152,15 @@ func press(t *testing.T, ctx context.Context, key, effect string) {
 
 // TestDashboard: the page shows what the nodes say, its keys do what the list of keys says, and its console is silent.
 func TestDashboard(t *testing.T) {
-	ctx, said := page(t, world(), 1280, 1000)
+	nodes := world()
+	nodes.Ports[2].For = "Gateway edge/catalog"
+	ctx, said := page(t, nodes, 1280, 1000)
+	until(t, ctx, `document.querySelector('#map .who[aria-label^="Service shop/catalog (Gateway edge/catalog)"]')`)
 	for selector, want := range map[string][]string{
 		"#nodes":   {"node-1", "nftables", "4.2 s", "an element of endpoints is gone", "repaired"},
 		"#bad":     {"lab/huge", "too many elements", "10.244.2.10:8080 of shop/web", "unanswered"},
-		"#changes": {"shop/cart", "node-2"}, "#services": {"shop/web:http", "122", "lab/<i>x</i>:http"},
+		"#changes": {"shop/cart", "node-2"}, "#services": {"shop/web:http", "122",
+			"shop/catalog:http (Gateway edge/catalog)", "lab/<i>x</i>:http"},
 		"#f-nodes": {"2 of 3"}, "#f-ejected": {"1"},
 	} {
 		for _, w := range want {

@@ -9,6 +9,8 @@ import (
 
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+
+	"github.com/verdict-proxy/verdict/sync/watch"
 )
 
 // TestExample: all of examples/gateway.yaml is accepted and served, in the shares that it says.

@@ -132,21 +132,6 @@ func countEndpoints(of []*snapshot.Slice) int {
 	return len(seen)
 }
 
-// countPooled counts the addresses that are programmed, with those that are ejected.
-func countPooled(programmed *dataplane.Service) int {
-	seen := map[netip.Addr]bool{}
-	for sp := range programmed.EachPort() {
-		pool := usedPool(sp)
-		for i := range pool.Endpoints {
-			seen[pool.Endpoints[i].Addr()] = true
-		}
-		for i := range pool.Ejected {
-			seen[pool.Ejected[i].Endpoint.Addr()] = true
-		}
-	}
-	return len(seen)
-}
-
 // List returns the Services that a query asks for, sorted by name, a page at a time: namespace= and name= are those of
 // Services, trouble=true leaves out those in order, for=true those that nothing asked for backends of, and
 // after=NAMESPACE/NAME begins the next page.
@@ -233,9 +218,6 @@ func (b *Board) view() *boardView {
 func (v *boardView) service(n snapshot.Name) Service {
 	e := v.services[n]
 	s := Service{Service: n.String(), State: Programmed, Endpoints: countEndpoints(e.slices)}
-	if e.object != nil && e.object.Backends != nil { // its own slices serve nobody
-		s.Endpoints = countPooled(e.programmed)
-	}
 	s.addresses(e.object)
 	s.ports(e.programmed, v.backend)
 	s.judge(e.programmed)

@@ -109,11 +109,10 @@ func TestBoard(t *testing.T) {
 	drops.Services[name("shop/drops")].InternalLocal = true
 	thief := objects(1, "shop/thief", "here")
 	thief.Services[name("shop/thief")].Age.Created = 99
-	shares := objects(7, "shop/shares", "there")
-	to := []snapshot.Backend{{Service: name("shop/good"), Port: 80, Weight: 4},
-		{Service: name("shop/none"), Port: 80, Weight: 1}}
+	shares := objects(8, "shop/shares")
 	shares.Services[name("shop/shares")].Backends = &snapshot.Backends{For: "Gateway shop/x",
-		Ports: []snapshot.PortBackends{{Port: "http", To: to}}}
+		Ports: []snapshot.PortBackends{{Port: "http", To: []snapshot.Backend{
+			{Service: name("shop/ejects"), Port: 80, Weight: 3}, {Service: name("shop/none"), Port: 80, Weight: 1}}}}}
 	var all snapshot.Delta
 	for _, d := range []snapshot.Delta{shares, objects(1, "shop/good", "here", "there"), objects(2, "shop/none"), drops,
 		objects(4, "shop/ejects", "here", "there", "there"), objects(5, "shop/bad", "here"), thief,
@@ -132,7 +131,7 @@ shop/ejects ejects 2/3 1 ejected
 shop/good programmed 2/2 
 shop/ipvs unscheduled 1/1 IPVS does not schedule it: no module
 shop/none refuses 0/0 no endpoint
-shop/shares refuses 2/2 20 % of connections: a backend has no endpoint
+shop/shares refuses 3/3 25% of connections: backends without endpoints
 shop/thief unaddressed 0/1 other Services have its addresses`
 	says := func() string { return s.says("") }
 	testkit.Eventually(t, time.Minute, "all are programmed", func() bool { return says() == want }, says)
@@ -141,7 +140,7 @@ shop/thief unaddressed 0/1 other Services have its addresses`
 		t.Errorf("with backends that somebody asked for: %s", got)
 	}
 	s.pen.set(errors.New("no memory"))
-	s.queue.Put(objects(8, "store/late", "here"))
+	s.queue.Put(objects(7, "store/late", "here"))
 	late := func() string { return s.says("namespace=store&trouble=true") }
 	testkit.Eventually(t, time.Minute, "it fails", func() bool {
 		return late() == "store/late waiting 0/0 not programmed yet: no memory"

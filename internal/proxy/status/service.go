@@ -31,7 +31,7 @@ const (
 	Waiting State = "waiting"
 	// Unaddressed: other Services have all its addresses.
 	Unaddressed State = "unaddressed"
-	// Refuses and Drops: a port has no endpoint that this node may send to.
+	// Refuses and Drops: a port has no endpoint that this node may send to, or one of its backends has none.
 	Refuses State = "refuses"
 	Drops   State = "drops"
 	// Ejects: an endpoint does not answer this node, which sends it nothing new.
@@ -60,8 +60,8 @@ type Service struct {
 	ClusterIPs      []netip.Addr `json:"clusterIPs,omitempty"`
 	ExternalIPs     []netip.Addr `json:"externalIPs,omitempty"`
 	LoadBalancerIPs []netip.Addr `json:"loadBalancerIPs,omitempty"`
-	// Endpoints counts the addresses in the Service's slices, whatever their state, or if it has backends those that are
-	// programmed of them; and Usable those that new connections to its worst port may go to from this node.
+	// Endpoints counts the addresses in the slices of the Service, or of its backends, whatever their state, and Usable
+	// those that new connections to its worst port may go to from this node.
 	Endpoints int           `json:"endpoints"`
 	Usable    int           `json:"usable"`
 	Ports     []PortOfState `json:"ports,omitempty"`
@@ -180,8 +180,8 @@ func (s *Service) judge(programmed *dataplane.Service) {
 	case len(none) > 0:
 		s.is(Drops, "no endpoint on this node"+where)
 	case refused > 0:
-		s.is(Refuses, fmt.Sprintf("%.3g %% of connections: a backend has no endpoint",
-			100*float64(refused)/dataplane.RefusedOf))
+		s.is(Refuses, fmt.Sprintf("%.4g%% of connections: backends without endpoints",
+			float64(refused)*100/dataplane.RefusedOf))
 	case ejected > 0:
 		s.is(Ejects, fmt.Sprintf("%d ejected", ejected))
 	}

@@ -98,7 +98,8 @@ function item(kind, key, says, data, cls, ...children) {
 }
 
 function drawRow(kind, r, i, width, room) {
-  const left = kind === "client", y = i * rowHeight + rowHeight / 2, name = labelOf(r), x = left ? 0 : width - room;
+  const left = kind === "client", y = i * rowHeight + rowHeight / 2, x = left ? 0 : width - room;
+  const port = !left && view && view.ports.find((p) => p.service === r.name && p.for), name = labelOf(r) + forOf(port);
   r.y = y;
   const open = r.open || (r.name === "*" && allGroups[kind]);
   const mark = (r.of ? (open ? "▾ " : "▸ ") : "") + (r.failures ? "✕ " : ""), bytes = room > 200 ? volume(size(r)) : "";

@@ -76,7 +76,8 @@ function named(names) {
 const nodesOf = (n) => (n.count > n.names.length ? plural(n.count, "node") : n.names.join(", "));
 
 const nameOf = (p) => (p.port ? p.service + ":" + p.port : p.service);
-const titleOf = (p) => nameOf(p) + (p.for ? ` (${p.for})` : "");
+const forOf = (p) => (p && p.for ? ` (${p.for})` : "");
+const titleOf = (p) => nameOf(p) + forOf(p);
 const shown = () => (view ? view.ports.filter((p) => titleOf(p).includes(filter)) : []);
 
 function drawServices() {
@@ -139,7 +140,9 @@ function drawFigures() {
 }
 
 function draw(v) {
+  const first = !view;
   view = v;
+  if (first) drawMap(); // which has its names of Services from here
   const trouble = [v.error, v.topError].filter(Boolean).join("; ");
   $("trouble").hidden = !trouble;
   $("trouble").textContent = trouble;
