@@ -1,7 +1,6 @@
 package routes
 
 import (
-	"github.com/verdict-proxy/verdict/sync/watch"
 	"os"
 	"slices"
 	"strings"
