@@ -9,8 +9,8 @@ import (
 	"strings"
 )
 
-// InstallGateway is InstallVerdict with the controller of Gateways and all that it needs: the definitions of Gateway API,
-// of the channel "standard" or "experimental".
+// InstallGateway is InstallVerdict with the controller of Gateways and the definitions of Gateway API, of the channel
+// "standard" or "experimental".
 func (c *Cluster) InstallGateway(ctx context.Context, image, channel string, more ...Addition) error {
 	dir, err := c.gatewayModule(ctx, "list", "-m", "-f", "{{.Dir}}", "sigs.k8s.io/gateway-api")
 	if err != nil {

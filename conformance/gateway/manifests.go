@@ -1,5 +1,5 @@
-// Package gateway runs upstream's conformance suite of Gateway API, whose code is unmodified, on a cluster with Verdict's
-// controller. "bin/cluster gateway" does it.
+// Package gateway runs upstream's conformance suite of Gateway API, whose code is unmodified, on a cluster with the
+// controller of Gateways. "bin/cluster gateway suite" does it.
 package gateway
 
 import (
@@ -17,7 +17,8 @@ type layer4 struct{ fs.FS }
 
 // swapped are manifests whose tests send no HTTP and look at nothing of it, but wait until their Gateways are
 // programmed. The first has the Gateways for which every test waits.
-var swapped = []string{"base/manifests.yaml", "tests/gateway-infrastructure.yaml", "tests/gateway-optional-address-value.yaml"}
+var swapped = []string{"base/manifests.yaml", "tests/gateway-infrastructure.yaml",
+	"tests/gateway-optional-address-value.yaml"}
 
 // ReadFile implements fs.ReadFileFS, which the suite uses.
 func (m layer4) ReadFile(name string) ([]byte, error) {

@@ -18,7 +18,8 @@ func TestSwapped(t *testing.T) {
 				t.Errorf("%s still has %q", name, left)
 			}
 		}
-		for _, same := range []string{"kind: Gateway\n", "kind: Deployment\n", "kind: Service\n", "kind: Namespace\n", "port: 80\n"} {
+		for _, same := range []string{"kind: Gateway\n", "kind: Deployment\n", "kind: Service\n", "kind: Namespace\n",
+			"port: 80\n"} {
 			if b, a := bytes.Count(before, []byte(same)), bytes.Count(after, []byte(same)); a != b {
 				t.Errorf("%s: %q stands there %d times, want %d", name, same, a, b)
 			}

@@ -110,13 +110,14 @@ func current(o *unstructured.Unstructured, of map[string]any, kind, status strin
 
 // route gives the Gateway's route its weights, waits until it is accepted with them, and returns how long that took.
 func (b *Bed) route(ctx context.Context, db, next int) (time.Duration, error) {
-	begin := time.Now()
-	return b.patchRoute(ctx, begin, fmt.Sprintf(`[{"name": "db", "port": 80, "weight": %d}, {"name": "db-next", "port": 80, "weight": %d}]`,
-		db, next), "Accepted", "True")
+	backends := fmt.Sprintf(`[{"name": "db", "port": 80, "weight": %d}, {"name": "db-next", "port": 80, "weight": %d}]`,
+		db, next)
+	return b.patchRoute(ctx, backends, "Accepted", "True")
 }
 
 // patchRoute gives the Gateway's route other backends, and waits for a condition.
-func (b *Bed) patchRoute(ctx context.Context, begin time.Time, backends, kind, status string) (time.Duration, error) {
+func (b *Bed) patchRoute(ctx context.Context, backends, kind, status string) (time.Duration, error) {
+	begin := time.Now()
 	routes := b.objects.Resource(resource("tcproutes")).Namespace("edge")
 	_, err := routes.Patch(ctx, "db", types.MergePatchType,
 		[]byte(`{"spec": {"rules": [{"backendRefs": `+backends+`}]}}`), metav1.PatchOptions{})

@@ -104,7 +104,7 @@ func (b *Bed) send(ctx context.Context, n int, hold bool) (*tally, []answer) {
 	return t, held
 }
 
-// always opens 100 connections a second until the function that it returns is called, which returns what became of them.
+// always opens 100 connections a second until the function that it returns is called, which says what became of them.
 func (b *Bed) always(ctx context.Context) (stop func() *tally) {
 	t, done := &tally{by: map[string]int{}}, make(chan struct{})
 	var wait sync.WaitGroup

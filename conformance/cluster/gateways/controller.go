@@ -42,28 +42,27 @@ func (b *Bed) signal(ctx context.Context, n *cluster.Node, name string) error {
 	return err
 }
 
-var peak = regexp.MustCompile(`VmHWM:\s+(\d+) kB`)
+var resident = regexp.MustCompile(`(?m)^(VmHWM|RssAnon):\s+(\d+) kB$`)
 
-// memory returns how many MiB the controller that leads had resident at most.
-func (b *Bed) memory(ctx context.Context) (int, error) {
+// memory returns what the controller that leads has in memory: at most with the program itself, and now without it.
+func (b *Bed) memory(ctx context.Context) (string, error) {
 	n, err := b.leader(ctx)
 	if err != nil {
-		return 0, err
+		return "", err
 	}
 	pid, err := b.process(ctx, n)
 	if err != nil {
-		return 0, err
+		return "", err
 	}
 	text, err := n.Exec(ctx, "cat", "/proc/"+pid+"/status")
 	if err != nil {
-		return 0, err
+		return "", err
 	}
-	found := peak.FindStringSubmatch(text)
-	if found == nil {
-		return 0, fmt.Errorf("process %s on %s has no VmHWM", pid, n.Name)
+	var all []string
+	for _, m := range resident.FindAllStringSubmatch(text, -1) {
+		all = append(all, m[1]+" "+m[2]+" KiB")
 	}
-	kib, err := strconv.Atoi(found[1])
-	return kib >> 10, err
+	return strings.Join(all, ", "), nil
 }
 
 // writes are how often statuses were written since the API server started.
@@ -73,8 +72,8 @@ func (w writes) minus(o writes) writes {
 	return writes{w.Gateways - o.Gateways, w.Routes - o.Routes, w.Services - o.Services}
 }
 
-var statusWrites = regexp.MustCompile(`(?m)^apiserver_request_total\{code="200"[^}]*resource="(gateways|tcproutes|services)"[^}]*` +
-	`subresource="status",verb="(?:PUT|PATCH|APPLY)"[^}]*\} (\S+)$`)
+var statusWrites = regexp.MustCompile(`(?m)^apiserver_request_total\{code="200"[^}]*` +
+	`resource="(gateways|tcproutes|services)"[^}]*subresource="status",verb="(?:PUT|PATCH|APPLY)"[^}]*\} (\S+)$`)
 
 func (b *Bed) writes(ctx context.Context) (writes, error) {
 	text, err := b.Kubectl(ctx, "get", "--raw", "/metrics")

@@ -20,6 +20,9 @@ const (
 	listeners    = 10
 )
 
+// programmed is the condition of a route that says whether nodes have programmed it.
+const programmed = "verdict-proxy.github.io/Programmed"
+
 // many makes 100 Gateways with ten listeners and a route on each, changes one route, and deletes all.
 func many(ctx context.Context, b *Bed) (string, error) {
 	if err := b.Apply(ctx, manyServices); err != nil {
@@ -42,7 +45,7 @@ func many(ctx context.Context, b *Bed) (string, error) {
 	if err != nil {
 		return "", err
 	}
-	mib, err := b.memory(ctx)
+	memory, err := b.memory(ctx)
 	if err != nil {
 		return "", err
 	}
@@ -55,9 +58,9 @@ func many(ctx context.Context, b *Bed) (string, error) {
 		return "", err
 	}
 	w := after.minus(before)
-	return fmt.Sprintf("made in %v, all programmed and accepted %v after the first was; statuses written: %d of Gateways, %d of "+
-		"routes, %d of Services; the controller at most %d MiB resident; one route changed: accepted after %v, statuses "+
-		"written %+v; deleted in %v", round(made), round(took), w.Gateways, w.Routes, w.Services, mib, round(one), wrote,
+	return fmt.Sprintf("made in %v, all programmed %v after the first was made; statuses written: %d of Gateways, %d of "+
+		"routes, %d of Services; the controller's memory: %s; one route changed: programmed after %v, statuses written "+
+		"%+v; deleted in %v", round(made), round(took), w.Gateways, w.Routes, w.Services, memory, round(one), wrote,
 		round(time.Since(begin))), nil
 }
 
@@ -83,12 +86,13 @@ func (b *Bed) makeMany(ctx context.Context) error {
 			}
 			text += fmt.Sprintf(`{"name": "l%d", "protocol": "TCP", "port": %d}`, l, 5000+l)
 		}
-		create("gateways", fmt.Sprintf(`{"apiVersion": "gateway.networking.k8s.io/v1", "kind": "Gateway", "metadata": {"name": "g%d"},
-			"spec": {"gatewayClassName": "verdict", "listeners": [%s]}}`, g, text))
+		create("gateways", fmt.Sprintf(`{"apiVersion": "gateway.networking.k8s.io/v1", "kind": "Gateway",
+			"metadata": {"name": "g%d"}, "spec": {"gatewayClassName": "verdict", "listeners": [%s]}}`, g, text))
 		for l := range listeners {
 			create("tcproutes", fmt.Sprintf(`{"apiVersion": "gateway.networking.k8s.io/v1", "kind": "TCPRoute",
-				"metadata": {"name": "g%[1]d-l%[2]d"}, "spec": {"parentRefs": [{"name": "g%[1]d", "sectionName": "l%[2]d"}], "rules": [
-				{"backendRefs": [{"name": "s%[2]d", "port": 80, "weight": 80}, {"name": "next", "port": 80, "weight": 20}]}]}}`, g, l))
+				"metadata": {"name": "g%[1]d-l%[2]d"}, "spec": {"parentRefs": [{"name": "g%[1]d", "sectionName": "l%[2]d"}],
+				"rules": [{"backendRefs": [{"name": "s%[2]d", "port": 80, "weight": 80},
+				{"name": "next", "port": 80, "weight": 20}]}]}}`, g, l))
 		}
 	}
 	return group.Wait()
@@ -111,8 +115,8 @@ func (b *Bed) allAccepted(ctx context.Context) error {
 			return err
 		}
 		for i := range routes.Items {
-			if r := &routes.Items[i]; !accepted(r, "Accepted", "True") {
-				return fmt.Errorf("TCPRoute %s is not accepted: %v", r.GetName(), r.Object["status"])
+			if r := &routes.Items[i]; !accepted(r, "Accepted", "True") || !accepted(r, programmed, "True") {
+				return fmt.Errorf("TCPRoute %s is not programmed: %v", r.GetName(), r.Object["status"])
 			}
 		}
 		if g, r := len(gateways.Items), len(routes.Items); g != manyGateways || r != manyGateways*listeners {
@@ -122,7 +126,7 @@ func (b *Bed) allAccepted(ctx context.Context) error {
 	})
 }
 
-// changeOne changes the weights of one route, and returns when it was accepted and what was written.
+// changeOne changes one route, and returns when nodes had programmed it and what was written.
 func (b *Bed) changeOne(ctx context.Context) (time.Duration, writes, error) {
 	before, err := b.writes(ctx)
 	if err != nil {
@@ -135,9 +139,9 @@ func (b *Bed) changeOne(ctx context.Context) (time.Duration, writes, error) {
 	if err != nil {
 		return 0, writes{}, err
 	}
-	err = cluster.Wait(ctx, time.Minute, "the route is accepted", func() error {
+	err = cluster.Wait(ctx, time.Minute, "the route is programmed", func() error {
 		r, err := routes.Get(ctx, "g50-l5", metav1.GetOptions{})
-		if err == nil && !accepted(r, "Accepted", "True") {
+		if err == nil && !(accepted(r, "Accepted", "True") && accepted(r, programmed, "True")) {
 			err = errors.New("it is not")
 		}
 		return err

@@ -42,8 +42,8 @@ func weights(ctx context.Context, b *Bed) (string, error) {
 	}
 	_, back := b.route(ctx, 80, 20)
 	slices.Sort(took)
-	text := fmt.Sprintf("80/20: %v, chi-square %.2f; %d others opened under %d changes to 1/0 and 0/1, %d failed; a change "+
-		"accepted after %v, at most %v; of the held ones %d broke", first.by, x, others.all(), len(took), others.failed,
+	text := fmt.Sprintf("80/20: %v, chi-square %.2f; %d others opened under %d changes to 1/0 and 0/1, %d failed; a "+
+		"change accepted after %v, at most %v; of the held ones %d broke", first.by, x, others.all(), len(took), others.failed,
 		round(took[len(took)/2]), round(took[len(took)-1]), broken)
 	if x > 20 { // once in 100,000 times
 		err = errors.Join(err, errors.New("the shares are not the weights"))
@@ -110,7 +110,7 @@ spec:
 
 // otherNamespace routes to a Service of another namespace without a grant, with one, and without again.
 func otherNamespace(ctx context.Context, b *Bed) (string, error) {
-	_, err := b.patchRoute(ctx, time.Now(), `[{"name": "other", "namespace": "shop", "port": 80}]`, "ResolvedRefs", "False")
+	_, err := b.patchRoute(ctx, `[{"name": "other", "namespace": "shop", "port": 80}]`, "ResolvedRefs", "False")
 	if err != nil {
 		return "", err
 	}
@@ -143,8 +143,9 @@ func otherNamespace(ctx context.Context, b *Bed) (string, error) {
 	}
 	after, _ := b.send(ctx, 100, false)
 	_, back := b.route(ctx, 80, 20)
-	text := fmt.Sprintf("of 100 connections %d answered without a grant, %d with it (%v after kubectl apply began), %d after "+
-		"it was deleted (refused %v after kubectl delete began)", before.all(), during.by["other"], round(granted), after.all(), round(took))
+	text := fmt.Sprintf("of 100 connections %d answered without a grant, %d with it (%v after kubectl apply began), %d "+
+		"after it was deleted (refused %v after kubectl delete began)", before.all(), during.by["other"], round(granted),
+		after.all(), round(took))
 	if before.all() > 0 || during.by["other"] != 100 || after.all() > 0 {
 		err = errors.New("that is not right")
 	}
@@ -169,11 +170,12 @@ func killed(ctx context.Context, b *Bed) (string, error) {
 	}
 	t := stop()
 	_, back := b.route(ctx, 80, 20)
-	return fmt.Sprintf("a change made right afterwards accepted after %v; %d connections, %d failed", round(took), t.all(), t.failed),
-		errors.Join(err, t.unharmed(), back)
+	return fmt.Sprintf("a change made right afterwards accepted after %v; %d connections, %d failed", round(took), t.all(),
+		t.failed), errors.Join(err, t.unharmed(), back)
 }
 
-// twice stops the controller that leads until another one does, and lets it go on: for a moment both think that they lead.
+// twice stops the controller that leads until another one does, and lets it go on: for a moment both may think that they
+// lead.
 func twice(ctx context.Context, b *Bed) (string, error) {
 	stop := b.always(ctx)
 	l, err := b.leader(ctx)
@@ -205,8 +207,8 @@ func twice(ctx context.Context, b *Bed) (string, error) {
 	}
 	t := stop()
 	_, back := b.route(ctx, 80, 20)
-	return fmt.Sprintf("no status written in the 20 s after the old one went on; %d connections, %d failed", t.all(), t.failed),
-		errors.Join(err, t.unharmed(), back)
+	return fmt.Sprintf("no status written in the 20 s after the old one went on; %d connections, %d failed", t.all(),
+		t.failed), errors.Join(err, t.unharmed(), back)
 }
 
 // serverGone stops the API server for a minute. Statuses are the same afterwards, and a change reaches packets.

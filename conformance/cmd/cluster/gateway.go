@@ -25,7 +25,8 @@ type gatewayOptions struct {
 func newGateway(open opener) *cobra.Command {
 	o := gatewayOptions{}
 	cmd := &cobra.Command{Use: "gateway", Short: "Test the controller of Gateways on the cluster, which must be up"}
-	cmd.PersistentFlags().StringVar(&o.channel, "channel", "standard", "definitions of Gateway API: standard or experimental")
+	cmd.PersistentFlags().StringVar(&o.channel, "channel", "standard",
+		"definitions of Gateway API: standard or experimental")
 	suite := &cobra.Command{Use: "suite [-- FLAG...]", Short: "Run upstream's conformance suite, with flags of its own",
 		RunE: func(cmd *cobra.Command, flags []string) error {
 			c, err := open(cmd.OutOrStdout())
