@@ -28,7 +28,8 @@ func newCodecs() serializer.CodecFactory {
 	s := runtime.NewScheme()
 	s.AddKnownTypes(corev1.SchemeGroupVersion, &corev1.Service{}, &corev1.ServiceList{}, &corev1.Namespace{},
 		&corev1.NamespaceList{}, &corev1.ConfigMap{})
-	s.AddKnownTypes(gatewayv1.SchemeGroupVersion, &gatewayv1.GatewayClass{}, &gatewayv1.GatewayClassList{},
+	best := schema.GroupVersion{Group: gatewayv1.GroupName, Version: versions[0]}
+	s.AddKnownTypes(best, &gatewayv1.GatewayClass{}, &gatewayv1.GatewayClassList{},
 		&routes.Gateway{}, &routes.GatewayList{})
 	for _, version := range versions {
 		gv := schema.GroupVersion{Group: gatewayv1.GroupName, Version: version}
