@@ -123,8 +123,7 @@ func (e *elector) fill(l *coordinationv1.Lease) {
 	}
 }
 
-// hold renews the Lease while lead runs, and gives it back. The term begins when the Lease was asked for, and not when
-// the answer was read: a process that was stopped meanwhile would think that it leads, beside another one.
+// hold renews the Lease while lead runs, and gives it back. A term begins before its request: answers may be read late.
 func (e *elector) hold(ctx context.Context, l *coordinationv1.Lease, renewed time.Time, lead func(context.Context)) {
 	leading, stop := context.WithCancel(ctx)
 	defer stop()
