@@ -174,8 +174,8 @@ func killed(ctx context.Context, b *Bed) (string, error) {
 		t.failed), errors.Join(err, t.unharmed(), back)
 }
 
-// twice stops the controller that leads until another one does, and lets it go on: for a moment both may think that they
-// lead. Nodes stay connected to the one that was stopped, so its return is news, and a status may be written once.
+// twice stops the controller that leads until another one does, and lets it go on: for a moment both may think that
+// they lead. Nodes stay connected to the one that was stopped: its return is news, and a status may be written once.
 func twice(ctx context.Context, b *Bed) (string, error) {
 	stop := b.always(ctx)
 	var wrote writes
