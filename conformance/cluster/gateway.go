@@ -16,8 +16,11 @@ func (c *Cluster) InstallGateway(ctx context.Context, image, channel string, mor
 	if err != nil {
 		return err
 	}
-	crds := filepath.Join(strings.TrimSpace(dir), "config", "crd", channel)
-	if _, err := c.Kubectl(ctx, "apply", "--server-side", "-f", crds); err != nil {
+	crds, err := filepath.Glob(filepath.Join(strings.TrimSpace(dir), "config", "crd", channel, "gateway.*.yaml"))
+	if err != nil {
+		return err
+	}
+	if _, err := c.Kubectl(ctx, "apply", "--server-side", "-f", strings.Join(crds, ",")); err != nil {
 		return err
 	}
 	if _, err := c.Kubectl(ctx, "wait", "crd", "--all", "--for=condition=Established", "--timeout=1m"); err != nil {
