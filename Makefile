@@ -216,6 +216,15 @@ CLUSTER_TEST ?=
 cluster-test: cluster-up ## and tell stories on it under clients: migration, upgrades, deaths, reboot; flags in CLUSTER_TEST
 	$(BIN)/cluster test $(CLUSTER_TEST)
 
+GATEWAY_RUNS ?= 1
+GATEWAY_CLASS ?= verdict
+gateway-conformance: cluster-up ## and run upstream's conformance suite of Gateway API on it, GATEWAY_RUNS times: report in bin/gateway
+	cd conformance/gateway && GOTOOLCHAIN=auto $(GO) test -run TestSwapped .
+	$(BIN)/cluster gateway suite --runs $(GATEWAY_RUNS) --class $(GATEWAY_CLASS)
+
+gateway-stories: cluster-up ## and tell stories of Gateways on it under clients: weights, grants, dead controllers, 1,000 routes
+	$(BIN)/cluster gateway stories
+
 cluster-down: ## end it
 	$(REAL_CLUSTER) down
 

@@ -109,14 +109,23 @@ func (c *Cluster) Down() error {
 	return errors.Join(append(errs, os.RemoveAll(c.file("plane")))...)
 }
 
-// Client returns a client with all rights, which reaches the API server where it is.
-func (c *Cluster) Client() (*kubernetes.Clientset, error) {
+// Config is a configuration of clients with all rights, which reach the API server where it is.
+func (c *Cluster) Config() (*rest.Config, error) {
 	config, err := clientcmd.BuildConfigFromFlags("", c.Kubeconfig())
 	if err != nil {
 		return nil, err
 	}
 	config.Dial = DialFrom(outside)
 	config.QPS, config.WarningHandler = -1, rest.NoWarnings{}
+	return config, nil
+}
+
+// Client returns a client of that configuration.
+func (c *Cluster) Client() (*kubernetes.Clientset, error) {
+	config, err := c.Config()
+	if err != nil {
+		return nil, err
+	}
 	return kubernetes.NewForConfig(config)
 }
 

@@ -31,7 +31,7 @@ func newCommand() *cobra.Command {
 			fmt.Fprintf(out, time.Now().Format("15:04:05 ")+format+"\n", args...)
 		}), err
 	}
-	cmd.AddCommand(newUp(open), newDown(open), newKubectl(open), newTest(open))
+	cmd.AddCommand(newUp(open), newDown(open), newKubectl(open), newTest(open), newGateway(open))
 	return cmd
 }
 

@@ -48,6 +48,7 @@ const (
 func (e *elector) run(ctx context.Context, lead func(context.Context)) {
 	told := ""
 	for ctx.Err() == nil {
+		asked := time.Now()
 		l, err := e.acquire(ctx)
 		if err != nil && ctx.Err() == nil && err.Error() != told {
 			told = err.Error()
@@ -59,7 +60,7 @@ func (e *elector) run(ctx context.Context, lead func(context.Context)) {
 		}
 		told = ""
 		e.log.Info("leading", "lease", e.lease.String())
-		e.hold(ctx, l, lead)
+		e.hold(ctx, l, asked, lead)
 		e.log.Info("not leading any more", "lease", e.lease.String())
 	}
 }
@@ -122,13 +123,13 @@ func (e *elector) fill(l *coordinationv1.Lease) {
 	}
 }
 
-// hold renews the Lease while lead runs, and gives it back.
-func (e *elector) hold(ctx context.Context, l *coordinationv1.Lease, lead func(context.Context)) {
+// hold renews the Lease while lead runs, and gives it back. A term begins before its request: answers may be read late.
+func (e *elector) hold(ctx context.Context, l *coordinationv1.Lease, renewed time.Time, lead func(context.Context)) {
 	leading, stop := context.WithCancel(ctx)
 	defer stop()
 	var led sync.WaitGroup
 	led.Go(func() { lead(leading) })
-	for renewed := time.Now(); ; {
+	for {
 		wait := renewEvery
 		if time.Since(renewed) > renewEvery {
 			wait = retryEvery
@@ -137,9 +138,10 @@ func (e *elector) hold(ctx context.Context, l *coordinationv1.Lease, lead func(c
 		if leading.Err() != nil {
 			break
 		}
+		asked := time.Now()
 		next, err := e.renew(leading, l, renewed.Add(renewDeadline))
 		if err == nil {
-			l, renewed = next, time.Now()
+			l, renewed = next, asked
 			continue
 		}
 		if isStatus(err, http.StatusConflict) || time.Since(renewed) >= renewDeadline {
