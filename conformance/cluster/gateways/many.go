@@ -107,7 +107,7 @@ func (b *Bed) allAccepted(ctx context.Context) error {
 		}
 		for i := range gateways.Items {
 			if gw := &gateways.Items[i]; !current(gw, gw.Object, "Programmed", "True", "status", "conditions") {
-				return fmt.Errorf("Gateway %s is not programmed: %v", gw.GetName(), gw.Object["status"])
+				return fmt.Errorf("not programmed: Gateway %s: %v", gw.GetName(), gw.Object["status"])
 			}
 		}
 		routes, err := b.objects.Resource(resource("tcproutes")).Namespace("many").List(ctx, metav1.ListOptions{})

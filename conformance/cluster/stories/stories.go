@@ -16,11 +16,12 @@ import (
 )
 
 // All are the stories, in an order in which each finds what it needs. Each begins and ends with Verdict on all nodes;
-// the first four belong together.
+// the first five belong together.
 var All = []Story{
 	{Name: "back to kube-proxy, node by node", Do: backToKubeProxy},
 	{Name: "node drained, under kube-proxy", Do: drain},
 	{Name: "rolling updates, under kube-proxy", Do: rollingUnderKubeProxy},
+	{Name: "kubelets stopped, under kube-proxy", Refused: true, Do: stopKubelets},
 	{Name: "from kube-proxy, node by node", Do: fromKubeProxy},
 	{Name: "pod deleted", Do: deletePod("--grace-period=30")},
 	{Name: "pod deleted by force", Do: deletePod("--grace-period=0", "--force")},
@@ -41,6 +42,8 @@ var All = []Story{
 	{Name: "condition and taint of the Node", Do: nodeObject},
 	{Name: "rolling updates, with the barrier", Do: rolling},
 	{Name: "API server gone", Do: serverGone},
+	{Name: "kubelets stopped", Refused: true, Do: stopKubelets},
+	{Name: "kubelets stopped, with the last resort", Refused: true, Do: stopKubeletsWith("--last-resort=on")},
 	{Name: "node drained", Do: drain},
 	{Name: "node rebooted, seen by the others", Do: reboot},
 }
