@@ -108,7 +108,8 @@ func rebalanceLive(t testing.TB, n int, idle, every time.Duration) (a *asking, c
 	for i := range n {
 		all.Go(func() { a.ask(ctx, i) })
 	}
-	defer func() { cancel(); all.Wait() }()
+	end := func() { cancel(); all.Wait() }
+	defer end()
 	time.Sleep(max(every, 5*time.Second))
 	start := time.Now()
 	even := start.Add(time.Hour)
@@ -131,6 +132,7 @@ func rebalanceLive(t testing.TB, n int, idle, every time.Duration) (a *asking, c
 			t.Fatalf("the shares are still %v", now.parts)
 		}
 	}
+	end() // before what the clients counted is read
 	t.Logf("even after %v: %.3f; %d connections were reset between requests, %d of %d requests were hit, %d lost",
 		even.Sub(start)-2*time.Second, curve[len(curve)-1].parts, len(a.idle), len(a.hit), a.requests, a.lost)
 	return a, curve
