@@ -20,7 +20,8 @@ type Limit struct {
 }
 
 // NoLimit is the limit of a set of limits: that of an element without one of its own, of which there is none.
-var NoLimit = Limit{Rate: 1, Burst: 5, Over: true}
+// nft 1.0.6 lists no burst of 5.
+var NoLimit = Limit{Rate: 1, Burst: 1, Over: true}
 
 // String writes it as nft does.
 func (l Limit) String() string {
