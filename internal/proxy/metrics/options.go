@@ -90,6 +90,8 @@ type Options struct {
 	Everywhere func() everywhere.Stats
 	// Ledger tells of the ledger of changes.
 	Ledger func() ledgerfiles.Stats
+	// LimitsLeftOut counts the clients over a limit of open connections that are not refused, since too many are.
+	LimitsLeftOut func() int
 	// Flows tells of the records of connections.
 	Flows func() flows.Stats
 	// SlowStarting counts the endpoints that start slowly now.

@@ -104,6 +104,8 @@ type telemetry struct {
 	ledger *ledger.Writer
 	// pressure says who fills connection tracking; nil unless connections are recorded.
 	pressure atomic.Pointer[conntrack.PressureGauge]
+	// limits counts open connections; nil with a backend that cannot limit them.
+	limits atomic.Pointer[conntrack.OpenLimits]
 	// book, if not nil, keeps records of connections.
 	book *flows.Book
 }
@@ -159,7 +161,7 @@ func (t *telemetry) newMetrics(backend *backends.Opened, queue *snapshot.Queue, 
 		Waiting: queue.Waiting, Progress: queue.Progress, Quarantined: loop.Quarantined, Unscheduled: loop.Unscheduled,
 		SlowStarting: func() int { return countStarting(loop.Starting()) },
 		Ready:        t.health.Healthy, NodePorts: t.ports.Ports,
-		Pressure:  t.readPressure,
+		Pressure: t.readPressure, LimitsLeftOut: t.limitsLeftOut,
 		Conntrack: conntrackUsage, Report: reporter(t.log), HoldsLease: v.holdsLease, LogDropped: v.droppedLines,
 		Fill: backend.Fill, AffinityShares: backend.AffinityShares, Owns: backend.Owns, IPVS: backend.IPVS,
 	}
@@ -179,6 +181,13 @@ func (t *telemetry) newMetrics(backend *backends.Opened, queue *snapshot.Queue, 
 		o.Counters = t.counters
 	}
 	return metrics.New(o)
+}
+
+func (t *telemetry) limitsLeftOut() int {
+	if o := t.limits.Load(); o != nil {
+		return o.LeftOut()
+	}
+	return 0
 }
 
 func (t *telemetry) readPressure() conntrack.Pressure {
