@@ -10,12 +10,12 @@ import (
 // in the commit what the lines are for, and what they replace.
 var budget = map[string]int{
 	"cmd":              4_810,
-	"nft":              18_480,
+	"nft":              18_490,
 	"ipvsplugin":       3_280,
 	"sync":             15_140,
 	"internal/system":  7_620,
 	"internal/proxy":   28_090,
-	"internal/answers": 15_070,
+	"internal/answers": 15_100,
 	"internal/gateway": 3_830,
 	"internal/lab":     7_310,
 }

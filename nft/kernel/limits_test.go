@@ -115,6 +115,30 @@ func TestRates(t *testing.T) {
 		}
 	}
 	quiet(t, b)
+	checkOverLimit(t, openReader(t, c.Node))
+}
+
+// checkOverLimit says that what was over limits is the same for whoever lists all frontends and whoever asks for them.
+func checkOverLimit(t *testing.T, from Tables) {
+	t.Helper()
+	all, err := ReadCounters(from, dataplane.CountersAsked{All: true})
+	labtest.Check(t, err)
+	over, ask := map[dataplane.Counted]uint64{}, dataplane.CountersAsked{}
+	for _, c := range all.Frontends {
+		if ask.Frontends = append(ask.Frontends, c.FrontendCount); c.OverLimit > 0 {
+			over[c.Counted] = c.OverLimit
+		}
+	}
+	some, err := ReadCounters(from, ask)
+	labtest.Check(t, err)
+	for _, c := range some.Frontends {
+		if c.OverLimit != over[c.Counted] {
+			t.Errorf("%v: %d, not %d were over limits", c.Counted, c.OverLimit, over[c.Counted])
+		}
+	}
+	if len(over) == 0 || len(some.Frontends) != len(all.Frontends) {
+		t.Errorf("%v were over limits, of %d and %d frontends", over, len(all.Frontends), len(some.Frontends))
+	}
 }
 
 func checkRate(t *testing.T, c *lab.Cluster, counters *Counters, st *dataplane.State, from *lab.Host,
