@@ -92,3 +92,16 @@ func (n *shopNode) limit(limits string) {
 		return strings.Contains(set, "shop/web")
 	}, n.log.String)
 }
+
+// TestOverRate: who reads the metrics makes the proxy notice that a rate refuses connections.
+func TestOverRate(t *testing.T) {
+	n := newShopNode(t, 2, "off")
+	n.limit("rate=1")
+	testkit.Eventually(t, 30*time.Second, "a word about the rate", func() bool {
+		for range 5 {
+			n.Pods[0].Dial(snapshot.TCP, n.web(ipfamily.IPv4), lab.Options{Timeout: time.Second})
+		}
+		n.metric("verdict_service_refused_packets_total")
+		return strings.Contains(n.log.String(), "connections to a Service are over its limits")
+	}, n.log.String)
+}
