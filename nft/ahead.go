@@ -75,6 +75,7 @@ func sizeOf(svc *dataplane.Service) (n int) {
 	limits := slotLimits(svc)
 	for _, sp := range svc.Ports {
 		limit := limits[ipfamily.Of(sp.Frontends[0].Key.Addr)]
+		n += 2 * len(sp.FullClients)
 		n += 2*len(sp.Frontends) + mostSlots(sp.Cluster, sp.Hash, limit) + mostSlots(sp.Local, sp.Hash, limit)
 		for _, p := range [...]*dataplane.Pool{sp.Cluster, sp.Local} {
 			n += len(p.Ejected) + len(p.Kept)

@@ -74,6 +74,8 @@ type port struct {
 	limits snapshot.Limits
 	// full says that there are as many open connections as limits allow.
 	full bool
+	// fullClients are those that have as many as limits allow, sorted.
+	fullClients []netip.Addr
 	// crowded says that so many frontends lead to its pools that their classes are in Pools.
 	crowded bool
 	pools   [numPools]pool
@@ -157,12 +159,13 @@ func compileService(s *dataplane.Service, q quota) *service {
 // compilePort compiles a port, whose pools may have some slots.
 func compilePort(sp *dataplane.ServicePort, limit int) *port {
 	p := &port{
-		id:        portID{sp.Name, ipfamily.Of(sp.Frontends[0].Key.Addr)},
-		comment:   commentOf(sp.Name.String()),
-		timeout:   uint32(sp.Affinity / time.Second),
-		limits:    sp.Limits,
-		full:      sp.Full,
-		frontends: make([]frontend, len(sp.Frontends)),
+		id:          portID{sp.Name, ipfamily.Of(sp.Frontends[0].Key.Addr)},
+		comment:     commentOf(sp.Name.String()),
+		timeout:     uint32(sp.Affinity / time.Second),
+		limits:      sp.Limits,
+		full:        sp.Full,
+		fullClients: sp.FullClients,
+		frontends:   make([]frontend, len(sp.Frontends)),
 	}
 	for i := range sp.Frontends {
 		p.frontends[i] = compileFrontend(sp, &sp.Frontends[i])
@@ -449,7 +452,7 @@ func (s *service) size() (n int) {
 	for _, p := range s.ports {
 		n += 2 * len(p.frontends)
 		for i := range p.pools {
-			n += 1 + len(p.pools[i].slots) + len(p.pools[i].unhealthy)
+			n += 1 + len(p.pools[i].slots) + len(p.pools[i].unhealthy) + len(p.fullClientsOf(poolIndex(i)))
 		}
 	}
 	return n

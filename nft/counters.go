@@ -51,6 +51,9 @@ func CountedSlots(pool uint32, proto Protocol, n int) []Element {
 // PoolKey returns the key of a pool's element.
 func PoolKey(id uint32) Element { return idElement(Pools, id) }
 
+// LimitedKey returns the key of the element that counts what is over the limits of a pool.
+func LimitedKey(id uint32) Element { return idElement(LimitedPools, id) }
+
 // MemberKey returns the key of an endpoint's element in the set, with counters, of members of pools with session
 // affinity.
 func MemberKey(pool uint32, ep netip.AddrPort) Element {

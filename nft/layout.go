@@ -70,6 +70,7 @@ const (
 	LimitedClients
 	LimitedBuckets
 	FullPools
+	FullClients
 	// NumSets is how many there are.
 	NumSets
 )
@@ -83,7 +84,7 @@ var setNames = [...]string{
 	"unanswered-by", "refused-by", "shared-ranges", "unhealthy-endpoints", "settings", "answered-by",
 	"accepted", "forsaken", "retried", "refused-shares", "rate-limits", "limited-pools",
 	"dropping-pools", "client-limits", "client-rates", "limited-clients", "limited-buckets",
-	"full-pools",
+	"full-pools", "full-clients",
 }
 
 func (s SetID) String() string { return setNames[s] }
@@ -309,7 +310,7 @@ func (u Uses) With(sets ...SetID) Uses {
 // optional are the sets that no rule looks up while they are empty.
 var optional = [...]SetID{
 	UncountedServices, Hairpin, Remember, OutsideStickyServices, Scheduled, RetryServices, RefusedShares, RateLimits,
-	ClientLimits, FullPools,
+	ClientLimits, FullPools, FullClients,
 }
 
 // StructureOf returns what a state asks of a family's table, except what follows from its elements.
@@ -564,9 +565,9 @@ func sharedPool(s Structure) Chain {
 
 // ratedPool limits the connections of a pool, and finds its class.
 func ratedPool(s Structure) (rules []Rule) {
-	for _, set := range [...]SetID{FullPools, RateLimits} {
+	for _, set := range [...]SetID{FullClients, FullPools, RateLimits} {
 		if s.Uses.Has(set) {
-			rules = append(rules, Rule{SetLookup{Key: wholeKey, Set: set}, Goto{OverLimit.id()}})
+			rules = append(rules, Rule{SetLookup{Key: Concat{Fields: SetByID(set).Key}, Set: set}, Goto{OverLimit.id()}})
 		}
 	}
 	return append(rules, Rule{SetPriority{Key: wholeKey, Map: Pools}, VerdictMap{Key: classKey, Map: PoolPicks}},

@@ -3,6 +3,7 @@ package nft
 import (
 	"encoding/binary"
 	"fmt"
+	"net/netip"
 	"slices"
 	"time"
 
@@ -57,6 +58,8 @@ func limitedSets() []Set {
 		{ID: LimitedBuckets, Key: []Field{Priority, RandomSlot}, Dynamic: true, Size: ClientsSize,
 			Comment: "pool . bucket of clients for which there is no room : they share a limit"},
 		{ID: FullPools, Key: []Field{Priority}, Comment: "pools with as many open connections as they may have"},
+		{ID: FullClients, Key: []Field{Priority, SourceAddr},
+			Comment: "pool . client : clients with as many open connections as they may have"},
 	}
 }
 
@@ -160,4 +163,42 @@ func (p *planner) limits(f ipfamily.Family, old, want *port, i poolIndex) {
 		b, n := in(before, set), in(now, set)
 		p.element(f, b >= 0, n >= 0, func() Element { return before[b] }, func() Element { return now[n] })
 	}
+	gone, come := old.fullClientsOf(i), want.fullClientsOf(i)
+	for _, a := range without(gone, come) {
+		p.del(f, old.clientElement(i, a))
+	}
+	for _, a := range without(come, gone) {
+		p.add(f, want.clientElement(i, a))
+	}
+}
+
+// fullClientsOf returns the clients that may open no more connections to a pool.
+func (p *port) fullClientsOf(i poolIndex) []netip.Addr {
+	if !p.limited(i) {
+		return nil
+	}
+	return p.fullClients
+}
+
+// clientElement refuses a client of a pool.
+func (p *port) clientElement(i poolIndex, client netip.Addr) Element {
+	e := idElement(FullClients, p.pools[i].id)
+	e.addKeyAddr(client)
+	e.Comment = p.comment
+	return e
+}
+
+// otherClients returns how many elements differ at most if two versions of a port have other clients that are full.
+func (p *port) otherClients(o *port) int {
+	return int(numPools) * (len(without(p.fullClients, o.fullClients)) + len(without(o.fullClients, p.fullClients)))
+}
+
+// without returns the addresses of a sorted list that another one does not have.
+func without(list, other []netip.Addr) (out []netip.Addr) {
+	for _, a := range list {
+		if _, held := slices.BinarySearchFunc(other, a, netip.Addr.Compare); !held {
+			out = append(out, a)
+		}
+	}
+	return out
 }

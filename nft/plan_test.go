@@ -6,6 +6,7 @@ import (
 	"math/rand/v2"
 	"net/netip"
 	"slices"
+	"strconv"
 	"strings"
 	"testing"
 	"time"
@@ -128,6 +129,7 @@ func refuseSome(w snapshottest.Cluster, s *dataplane.State, names []snapshot.Nam
 				sp.Limits.Rate = snapshot.RateLimit{Rate: uint32(w.IntN(3)), Burst: uint32(1 + w.IntN(3))}
 				sp.Limits.Client = snapshot.RateLimit{Rate: 5 * uint32(w.IntN(3)), Burst: 50}
 				sp.Limits.Drop, sp.Full = w.Yes(), w.Yes()
+				sp.FullClients = someClients(w, sp.Family())
 			}
 			for _, pl := range [...]*dataplane.Pool{sp.Cluster, sp.Local} {
 				if len(pl.Endpoints) > 0 && w.IntN(3) == 0 {
@@ -136,6 +138,16 @@ func refuseSome(w snapshottest.Cluster, s *dataplane.State, names []snapshot.Nam
 			}
 		}
 	}
+}
+
+// someClients returns some of a few clients, sorted.
+func someClients(w snapshottest.Cluster, f ipfamily.Family) (list []netip.Addr) {
+	for i := range w.IntN(8) {
+		if w.Yes() {
+			list = append(list, addr([...]string{"192.0.2.", "2001:db8::"}[f]+strconv.Itoa(i)))
+		}
+	}
+	return list
 }
 
 // planSome plans a part of a change, now and then only what goes ahead of the rest, and now and then once more.

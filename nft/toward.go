@@ -97,7 +97,10 @@ func (t *transition) port(old, want *port) *port {
 	if changes && len(next.frontends) > 0 {
 		next.crowded = len(next.frontends) > directFrontends
 		next.timeout, next.counting, next.local, next.pools = want.timeout, want.counting, want.local, want.pools
-		next.limits, next.full = want.limits, want.full
+		next.limits, next.full, next.fullClients = want.limits, want.full, want.fullClients
+		if n := old.otherClients(want); n > 0 && !t.reserve(n) {
+			next.fullClients = old.fullClients
+		}
 		t.pools(old, &next, moves)
 		t.room -= old.leadsElsewhere(&next)
 	}

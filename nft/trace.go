@@ -113,7 +113,7 @@ func (w *Walk) Cause() dataplane.Cause {
 		case GuardLoopback:
 			return dataplane.FromOutsideToLoopback
 		case OverLimit:
-			return dataplane.OverLimit
+			return w.overLimit()
 		case NoEndpoints:
 			return dataplane.NoEndpoints
 		case NoLocalEndpoints:
@@ -134,6 +134,14 @@ func (w *Walk) Cause() dataplane.Cause {
 		}
 	}
 	return dataplane.NotService
+}
+
+// overLimit returns whose limit it is that a packet is over.
+func (w *Walk) overLimit() dataplane.Cause {
+	if slices.ContainsFunc(w.Steps, func(s Step) bool { return s.Matched && s.Rule.looksUp(FullClients) }) {
+		return dataplane.ClientOverLimit
+	}
+	return dataplane.OverLimit
 }
 
 // looksUp says whether a rule matches the elements of a set.

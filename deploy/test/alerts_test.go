@@ -117,6 +117,18 @@ verdict_conntrack_max_entries 262144x60`,
 		quiet: `verdict_conntrack_entries 230000x60
 verdict_conntrack_max_entries 262144x60`,
 	},
+	"VerdictServiceFillsConntrack": {
+		fires: `verdict_conntrack_entries 190000x60
+verdict_conntrack_max_entries 262144x60
+verdict_conntrack_share{service_name="web",service_namespace="shop"} 0.31x60`,
+		// One Service has much of a table with room on one node, and on another a full table is nobody's.
+		quiet: `verdict_conntrack_entries 180000x60
+verdict_conntrack_max_entries 262144x60
+verdict_conntrack_share{service_name="web",service_namespace="shop"} 0.6x60
+verdict_conntrack_entries{instance="node-2"} 262144x60
+verdict_conntrack_max_entries{instance="node-2"} 262144x60
+verdict_conntrack_share{instance="node-2",service_name="web",service_namespace="shop"} 0.29x60`,
+	},
 	"VerdictMasqueradeNearlyFull": {
 		fires: `verdict_conntrack_snat_saturation_percent{address="192.0.2.1",endpoint="10.0.0.1:80"} 93x60`,
 		quiet: `verdict_conntrack_snat_saturation_percent{address="192.0.2.1",endpoint="10.0.0.1:80"} 89x60`,

@@ -10,12 +10,12 @@ import (
 // in the commit what the lines are for, and what they replace.
 var budget = map[string]int{
 	"cmd":              4_810,
-	"nft":              18_430,
+	"nft":              18_500,
 	"ipvsplugin":       3_280,
-	"sync":             15_110,
+	"sync":             15_150,
 	"internal/system":  7_620,
-	"internal/proxy":   27_970,
-	"internal/answers": 15_070,
+	"internal/proxy":   28_110,
+	"internal/answers": 15_110,
 	"internal/gateway": 3_830,
 	"internal/lab":     7_310,
 }

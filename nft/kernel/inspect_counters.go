@@ -63,12 +63,16 @@ type counterReading struct {
 
 // all reads every frontend of a family.
 func (r *counterReading) all(f ipfamily.Family) error {
-	pools, whole, err := r.from.List(f, nft.Pools)
-	if err != nil {
-		return err
+	var pools []nft.Listed
+	for _, set := range [...]nft.SetID{nft.Pools, nft.LimitedPools} {
+		listed, whole, err := r.from.List(f, set)
+		if err != nil {
+			return err
+		}
+		r.out.Whole = r.out.Whole && whole
+		r.out.Read += len(listed)
+		pools = append(pools, listed...)
 	}
-	r.out.Whole = r.out.Whole && whole
-	r.out.Read += len(pools)
 	for _, set := range nft.FrontendSets() {
 		listed, whole, err := r.from.List(f, set)
 		if err != nil {
@@ -110,28 +114,38 @@ func (r *counterReading) named(f ipfamily.Family, of []dataplane.FrontendCount) 
 	return nil
 }
 
-// pools reads the elements of Pools that frontends lead to, each once.
+// pools reads the elements of Pools, and of LimitedPools, that frontends lead to, each once.
 func (r *counterReading) pools(f ipfamily.Family, frontends []nft.Listed) ([]nft.Listed, error) {
-	var keys []nft.Element
+	var keys, limited []nft.Element
 	asked := map[uint32]bool{}
 	for i := range frontends {
 		if id := frontends[i].PoolID(); frontends[i].InPools() && !asked[id] {
 			asked[id] = true
-			keys = append(keys, nft.PoolKey(id))
+			keys, limited = append(keys, nft.PoolKey(id)), append(limited, nft.LimitedKey(id))
 		}
 	}
 	if len(keys) == 0 {
 		return nil, nil
 	}
-	r.out.Read += len(keys)
-	return r.from.Get(f, nft.Pools, keys)
+	r.out.Read += len(keys) + len(limited)
+	found, err := r.from.Get(f, nft.Pools, keys)
+	if err != nil {
+		return nil, err
+	}
+	counts, err := r.from.Get(f, nft.LimitedPools, limited)
+	return append(found, counts...), err
 }
 
-// add answers with frontends, given their elements of Pools. One whose pool is not there is shown without endpoints.
+// add answers with frontends, given their elements of Pools and LimitedPools. One whose pool is not there is shown
+// without endpoints.
 func (r *counterReading) add(frontends, pools []nft.Listed) {
-	byID := make(map[uint32]*nft.Element, len(pools))
+	byID, over := make(map[uint32]*nft.Element, len(pools)), map[uint32]uint64{}
 	for i := range pools {
-		byID[pools[i].ID()] = &pools[i].Element
+		if id := pools[i].ID(); pools[i].Set == nft.LimitedPools {
+			over[id] = pools[i].Packets
+		} else {
+			byID[id] = &pools[i].Element
+		}
 	}
 	for i := range frontends {
 		l, pool := &frontends[i], &frontends[i].Element
@@ -143,6 +157,7 @@ func (r *counterReading) add(frontends, pools []nft.Listed) {
 		}
 		c := dataplane.NamedCount{}
 		c.FrontendCount, _ = l.FrontendCount(pool)
+		c.OverLimit = over[c.Pool]
 		c.Uncounted = l.Set.IsUncounted()
 		c.Port, _ = l.PortName(c.Key.Protocol)
 		r.out.Frontends = append(r.out.Frontends, c)

@@ -115,6 +115,30 @@ func TestRates(t *testing.T) {
 		}
 	}
 	quiet(t, b)
+	checkOverLimit(t, openReader(t, c.Node))
+}
+
+// checkOverLimit says that what was over limits is the same for whoever lists all frontends and whoever asks for them.
+func checkOverLimit(t *testing.T, from Tables) {
+	t.Helper()
+	all, err := ReadCounters(from, dataplane.CountersAsked{All: true})
+	labtest.Check(t, err)
+	over, ask := map[dataplane.Counted]uint64{}, dataplane.CountersAsked{}
+	for _, c := range all.Frontends {
+		if ask.Frontends = append(ask.Frontends, c.FrontendCount); c.OverLimit > 0 {
+			over[c.Counted] = c.OverLimit
+		}
+	}
+	some, err := ReadCounters(from, ask)
+	labtest.Check(t, err)
+	for _, c := range some.Frontends {
+		if c.OverLimit != over[c.Counted] {
+			t.Errorf("%v: %d, not %d were over limits", c.Counted, c.OverLimit, over[c.Counted])
+		}
+	}
+	if len(over) == 0 || len(some.Frontends) != len(all.Frontends) {
+		t.Errorf("%v were over limits, of %d and %d frontends", over, len(all.Frontends), len(some.Frontends))
+	}
 }
 
 func checkRate(t *testing.T, c *lab.Cluster, counters *Counters, st *dataplane.State, from *lab.Host,
@@ -258,4 +282,44 @@ func spoofed(client uint32, port uint16, to netip.AddrPort) []byte {
 	}
 	binary.BigEndian.PutUint16(udp[6:], ^uint16(sum))
 	return append(ip, udp...)
+}
+
+// TestFullClientsAreRefused: whoever chooses the endpoints, a client that is full is refused, or dropped, in its family
+// alone, another is served, and a full one is served again when it has room.
+func TestFullClientsAreRefused(t *testing.T) {
+	c, b := proxied(t, lab.Config{LocalPods: 3, RemotePods: 3})
+	for i, test := range sharesCases {
+		limits, over := "client-open=7 client-rate=10000", lab.Refused
+		if i%2 > 0 {
+			limits, over = "client-open=7 over=drop", lab.TimedOut
+		}
+		full := c.Pods[2]
+		if test.kind != dataplane.ClusterIP {
+			full = c.Outside
+		}
+		s := flowService{number: test.number, state: both}
+		st := oneState(c, s, func(o *snapshot.Service) { test.change(o); limitTo(limits)(o) })
+		family := ipfamily.All[i/2%2]
+		for _, want := range []lab.Outcome{over, lab.Answered} {
+			for _, sp := range st.Services[s.name()].Ports {
+				if sp.FullClients = nil; want == over && sp.Family() == family {
+					sp.FullClients = []netip.Addr{full.IP(family)}
+				}
+			}
+			applyOnlyState(t, b, st)
+			for _, f := range ipfamily.All {
+				dial := func(from *lab.Host) lab.Outcome {
+					return from.Dial(snapshot.TCP, s.frontendOf(c, test.kind, f),
+						lab.Options{Timeout: time.Second}).Outcome
+				}
+				if f == family && dial(full) != want || f != family && dial(full) != lab.Answered {
+					t.Errorf("%s, %s, %v: the client gets %v, want %v in %v", test.name, limits, f, dial(full), want, family)
+				}
+				if got := dial(c.Pods[1]); got != lab.Answered {
+					t.Errorf("%s, %s, %v: another client gets %v", test.name, limits, f, got)
+				}
+			}
+		}
+	}
+	quiet(t, b)
 }

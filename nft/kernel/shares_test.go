@@ -24,13 +24,15 @@ func refuse(ports ...*dataplane.ServicePort) {
 	for _, sp := range ports {
 		h := fnv.New32a()
 		h.Write([]byte(sp.Name.String()))
-		switch n := h.Sum32(); n >> 8 % 5 {
+		switch n := h.Sum32(); n >> 8 % 6 {
 		case 0:
 			sp.Limits.Rate, sp.Limits.Drop = snapshot.RateLimit{Rate: 1 + n%snapshot.MaxRate, Burst: 1 + n>>4%5}, n&1 == 0
 		case 1:
 			sp.Limits.Client = snapshot.RateLimit{Rate: 20, Burst: 40}
 		case 2:
 			sp.Limits, sp.Full = snapshot.Limits{Open: 7, Drop: n&1 == 0}, n&2 == 0
+		case 3:
+			sp.Limits, sp.FullClients = snapshot.Limits{ClientOpen: 7, Drop: n&1 == 0}, senders(sp.Family())[2:]
 		}
 		for i, p := range [...]*dataplane.Pool{sp.Cluster, sp.Local} {
 			if share := h.Sum32() >> i % (2 * dataplane.RefusedOf); share < dataplane.RefusedOf && len(p.Endpoints) > 0 {

@@ -41,7 +41,7 @@ var traceConfigs = []dataplane.Config{
 // TestTraceAgreesWithExplain sends random packets through the rulesets of random clusters: their way must be what the
 // policy says.
 func TestTraceAgreesWithExplain(t *testing.T) {
-	outcomes, n, full := map[dataplane.Outcome]int{}, 0, 0
+	outcomes, n, full := map[dataplane.Outcome]int{}, 0, map[dataplane.Cause]int{}
 	for seed := range uint64(60) {
 		r := rand.New(rand.NewPCG(seed, 2))
 		w, snap := snapshottest.Cluster{Rand: r, Options: snapshottest.Options{Services: 4, Endpoints: 5, NodePorts: 3,
@@ -79,8 +79,10 @@ func TestTraceAgreesWithExplain(t *testing.T) {
 				continue // another Service says that it runs here: then it may be known as a hairpin, and may not
 			}
 			cause := x.Cause
-			if x.Port != nil && x.Port.Full && got.Cause == dataplane.OverLimit { // which the objects do not know
-				cause, full = got.Cause, full+1
+			if x.Port != nil && (x.Port.Full && got.Cause == dataplane.OverLimit || // which the objects do not know
+				slices.Contains(x.Port.FullClients, q.Source) && got.Cause == dataplane.ClientOverLimit) {
+				cause = got.Cause
+				full[cause]++
 			}
 			if d := got.Disagreements(x); d != nil || unclear != nil || got.Cause != cause && !k.Protocol.IsPing() {
 				t.Errorf("seed %d, %+v: %v %v, %v and not %v\n%s", seed, q, d, unclear, got.Cause, x.Cause, traceText(got))
@@ -89,8 +91,8 @@ func TestTraceAgreesWithExplain(t *testing.T) {
 			outcomes[x.Cause.Outcome()]++
 		}
 	}
-	if n < 1000 || len(outcomes) != 6 || full == 0 {
-		t.Errorf("only %d packets, outcomes %v, %d to full pools", n, outcomes, full)
+	if n < 1000 || len(outcomes) != 6 || len(full) != 2 {
+		t.Errorf("only %d packets, outcomes %v, %v to full pools", n, outcomes, full)
 	}
 }
 
@@ -122,15 +124,24 @@ func nodeOf(snap *snapshot.Snapshot) dataplane.LocalNode {
 
 // question is a packet to a frontend from somebody: a pod, an endpoint, this node or others.
 func question(r *rand.Rand, s *snapshot.Snapshot, k dataplane.Key) dataplane.Question {
-	who := []string{"10.244.1.1", "10.244.1.2", "10.244.7.7", "192.0.2.1", "198.51.100.9", "203.0.113.77"}
-	if k.Addr.Is6() {
-		who = []string{"fd00:244::1", "fd00:244::2", "fd00:244:7::7", "2001:db8::1", "2001:db8:9::9"}
-	}
-	q := dataplane.Question{Source: addr(who[r.IntN(len(who))]), Key: k}
+	who := senders(ipfamily.Of(k.Addr))
+	q := dataplane.Question{Source: who[r.IntN(len(who))], Key: k}
 	if !slices.Contains(s.HostAddrs, q.Source) {
 		q.Interface = []string{"cni0", "eth0", "pod7"}[r.IntN(3)]
 	}
 	return q
+}
+
+// senders are who sends packets, sorted.
+func senders(f ipfamily.Family) (list []netip.Addr) {
+	who := []string{"10.244.1.1", "10.244.1.2", "10.244.7.7", "192.0.2.1", "198.51.100.9", "203.0.113.77"}
+	if f == ipfamily.IPv6 {
+		who = []string{"2001:db8::1", "2001:db8:9::9", "fd00:244::1", "fd00:244::2", "fd00:244:7::7"}
+	}
+	for _, a := range who {
+		list = append(list, addr(a))
+	}
+	return list
 }
 
 func keysOf(st *dataplane.State, r *rand.Rand) (keys []dataplane.Key) {

@@ -34,7 +34,8 @@ func (d Disagreement) String() string {
 
 // Disagreements compares what the objects ask for with the way of the same packet through the kernel.
 func (t *Trace) Disagreements(x *Explanation) []Disagreement {
-	if t.Cause == OverLimit && x.Port != nil && x.Port.Limits.Open > 0 {
+	if x.Port != nil && (t.Cause == OverLimit && x.Port.Limits.Open > 0 ||
+		t.Cause == ClientOverLimit && x.Port.Limits.ClientOpen > 0) {
 		return nil // how many connections are open, the objects do not know
 	}
 	want := x.Cause.Outcome()

@@ -21,7 +21,7 @@ func (s *Service) equal(o *Service) bool {
 func (sp *ServicePort) equal(o *ServicePort) bool {
 	if sp.Name != o.Name || sp.Affinity != o.Affinity || sp.SecondChance != o.SecondChance || sp.Drain != o.Drain ||
 		sp.Rebalance != o.Rebalance || sp.Probe != o.Probe || !slices.Equal(sp.Resort, o.Resort) ||
-		sp.Limits != o.Limits || sp.Full != o.Full ||
+		sp.Limits != o.Limits || sp.Full != o.Full || !slices.Equal(sp.FullClients, o.FullClients) ||
 		!equalScheduling(sp.Scheduling, o.Scheduling) || sp.Hash != o.Hash || len(sp.Frontends) != len(o.Frontends) ||
 		!sp.Cluster.equal(o.Cluster) || !sp.Local.equal(o.Local) || !slices.Equal(sp.Serving, o.Serving) ||
 		!slices.Equal(sp.Finishing, o.Finishing) {

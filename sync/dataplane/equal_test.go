@@ -20,7 +20,7 @@ func TestEqual(t *testing.T) {
 		"LoadBalancerIPs", "HealthCheckNodePort", "OverCapacity", "Counters", "Ports[].Hash",
 		"Ports[].Affinity", "Ports[].Cluster", "Ports[].Local", "Ports[].Serving", "Ports[].Finishing", "Ports[].Scheduling",
 		"Ports[].SecondChance", "Ports[].Probe", "Ports[].Resort", "Ports[].Drain", "Ports[].Rebalance",
-		"Ports[].Limits", "Ports[].Full",
+		"Ports[].Limits", "Ports[].Full", "Ports[].FullClients",
 		"Ports[].Frontends[].NotScheduled", "Ports[].Frontends[].Routes", "Ports[].Frontends[].Sources")
 }
 

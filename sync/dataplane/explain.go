@@ -86,11 +86,14 @@ const (
 	// OverLimit: the Service has as many open connections as it may have. Rejected, or dropped if it asks for that. Only
 	// the kernel's rules have this cause.
 	OverLimit
+	// ClientOverLimit: the client has as many as it may have. The same.
+	ClientOverLimit
 )
 
 var causeNames = [...]string{
 	"not-a-service", "service", "no-endpoints", "no-local-endpoints", "unused-port", "unallocated", "source-ranges",
 	"loopback", "scheduled", "failover-pass", "ping", "over-limit",
+	"client-over-limit",
 }
 
 func (c Cause) String() string { return causeNames[c] }
@@ -98,7 +101,7 @@ func (c Cause) String() string { return causeNames[c] }
 // Outcome returns the outcome that the cause leads to.
 func (c Cause) Outcome() Outcome {
 	return [...]Outcome{Untouched, Sent, Rejected, Dropped, Rejected, Dropped, Dropped, Dropped, Scheduled,
-		Untouched, Answered, Rejected}[c]
+		Untouched, Answered, Rejected, Rejected}[c]
 }
 
 // Explanation is the answer to a Question, with everything that led to it.

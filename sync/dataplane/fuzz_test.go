@@ -108,7 +108,7 @@ func (d *dice) otherConfig(c Config) Config {
 func (d *dice) limits() snapshot.Limits {
 	rate, client := snapshot.RateLimit{Rate: 7, Burst: 9}, snapshot.RateLimit{Rate: 5, Burst: 50}
 	return pick(d, snapshot.Limits{}, snapshot.Limits{}, snapshot.Limits{Rate: rate, Drop: true},
-		snapshot.Limits{Client: client, Open: 9})
+		snapshot.Limits{Client: client, Open: 9, ClientOpen: 3})
 }
 
 func (d *dice) secondChance() snapshot.SecondChance {
@@ -133,14 +133,15 @@ func (d *dice) health() *snapshot.Health {
 	return h
 }
 
-// someFull has every TCP port of a family full; nil if full is not set.
+// someFull has every TCP port of a family full, and a client of each; nil if full is not set.
 func someFull(full bool) *snapshot.Full {
 	if !full {
 		return nil
 	}
-	f := &snapshot.Full{}
+	f := &snapshot.Full{Clients: map[snapshot.FullPort][]netip.Addr{}}
 	for _, name := range walkPortName {
-		f.Ports = append(f.Ports, snapshot.FullPort{Port: name, Protocol: snapshot.TCP, Family: ipfamily.IPv4})
+		p := snapshot.FullPort{Port: name, Protocol: snapshot.TCP, Family: ipfamily.IPv4}
+		f.Ports, f.Clients[p] = append(f.Ports, p), addrs("192.0.2.7")
 	}
 	return f
 }

@@ -260,6 +260,9 @@ type NamedCount struct {
 	FrontendCount
 	// Port is the zero PortName if the kernel does not say whose it is.
 	Port PortName
+	// OverLimit counts the packets to the Pool, at all of its frontends, that were over a limit of the Service. Packets
+	// counts them, too.
+	OverLimit uint64
 }
 
 // SchedulerCount is what IPVS counted at a frontend, or at one of its endpoints.

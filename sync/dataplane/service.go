@@ -38,7 +38,7 @@ type builder struct {
 	health *snapshot.Health
 	// resort says that the Service has no usable endpoint anywhere, and is to use its last resort.
 	resort bool
-	// full are its ports with as many open connections as they may have; nil if there are none.
+	// full are its ports and clients with as many open connections as they may have; nil if there are none.
 	full *snapshot.Full
 	// starting are the Service's endpoints that start slowly; nil if there are none.
 	starting *snapshot.Starting
@@ -148,7 +148,11 @@ func (b *builder) port(
 	if p.Protocol == snapshot.TCP {
 		sp.Drain, sp.Rebalance = svc.Drain, svc.Rebalance
 	}
-	sp.Full = svc.Limits.Open > 0 && b.full.Has(snapshot.FullPort{Port: p.Name, Protocol: p.Protocol, Family: f})
+	full := snapshot.FullPort{Port: p.Name, Protocol: p.Protocol, Family: f}
+	sp.Full = svc.Limits.Open > 0 && b.full.Has(full)
+	if svc.Limits.ClientOpen > 0 {
+		sp.FullClients = b.full.ClientsOf(full)
+	}
 	b.collectEndpoints(p, f)
 	sp.Resort = b.toProbe(sp.Name)
 	internal := b.rows(svc, f, false)

@@ -106,6 +106,8 @@ type ServicePort struct {
 	Limits snapshot.Limits
 	// Full says that there are as many open connections as Limits allow: new ones are refused.
 	Full bool
+	// FullClients are the clients that have as many as Limits allow: theirs are refused. Sorted.
+	FullClients []netip.Addr
 	// Drain is how long a TCP connection may last after its endpoint stopped serving; 0 means as long as it likes. Whole
 	// seconds, always 0 for other protocols.
 	Drain time.Duration

@@ -4,6 +4,7 @@ import (
 	"cmp"
 	"errors"
 	"fmt"
+	"net/netip"
 	"slices"
 	"strconv"
 	"strings"
@@ -16,8 +17,9 @@ import (
 type Limits struct {
 	// Rate is that of all clients together, Client that of each of them.
 	Rate, Client RateLimit
-	// Open is how many open connections all clients may have together; 0 means no limit.
-	Open uint32
+	// Open is how many open connections all clients may have together, ClientOpen how many each of them; 0 means no
+	// limit.
+	Open, ClientOpen uint32
 	// Drop drops what is over a limit, instead of refusing it.
 	Drop bool
 }
@@ -28,9 +30,13 @@ type RateLimit struct{ Rate, Burst uint32 }
 // MaxRate is the greatest rate and burst of a Service, and the greatest number of its open connections.
 const MaxRate = 1_000_000
 
-// Full are the ports of a Service that have as many open connections as they may have. It is immutable, and replaced as
-// a whole.
-type Full struct{ Ports []FullPort }
+// Full are the ports of a Service that have as many open connections as they may have, and the clients of ports that
+// do. It is immutable, and replaced as a whole.
+type Full struct {
+	Ports []FullPort
+	// Clients are the ports with such clients, which are sorted.
+	Clients map[FullPort][]netip.Addr
+}
 
 // FullPort is a port in one address family.
 type FullPort struct {
@@ -41,6 +47,17 @@ type FullPort struct {
 
 // Has reports whether a port is full. The Full may be nil.
 func (f *Full) Has(p FullPort) bool { return f != nil && slices.Contains(f.Ports, p) }
+
+// ClientsOf returns the clients of a port that have as many open connections as they may have. The Full may be nil.
+func (f *Full) ClientsOf(p FullPort) []netip.Addr {
+	if f == nil {
+		return nil
+	}
+	return f.Clients[p]
+}
+
+// empty reports whether no port is full, and no client of one. The Full may be nil.
+func (f *Full) empty() bool { return f == nil || len(f.Ports)+len(f.Clients) == 0 }
 
 // ClientRates are the rates that a client may have, and ClientBursts how many times as many connections it may have at
 // once: each pair of them is a chain, so they are few whatever is asked for.
@@ -63,13 +80,17 @@ func (l Limits) String() string {
 	if l.Open > 0 {
 		words = append(words, fmt.Sprintf("open=%d", l.Open))
 	}
+	if l.ClientOpen > 0 {
+		words = append(words, fmt.Sprintf("client-open=%d", l.ClientOpen))
+	}
 	if l.Drop {
 		words = append(words, "over=drop")
 	}
 	return strings.Join(words, " ")
 }
 
-// ParseLimits reads words such as "rate=1000 burst=200 client-rate=10 client-burst=20 open=5000 over=drop". A burst
+// ParseLimits reads words such as "rate=1000 burst=200 client-rate=10 client-burst=20 open=5000 client-open=50
+// over=drop". A burst
 // that is not given is as large as its rate. The error says which word is wrong.
 func ParseLimits(text string) (l Limits, err error) {
 	seen := map[string]bool{}
@@ -90,12 +111,14 @@ func ParseLimits(text string) (l Limits, err error) {
 			l.Client.Burst, err = limitNumber(name, value)
 		case "open":
 			l.Open, err = limitNumber(name, value)
+		case "client-open":
+			l.ClientOpen, err = limitNumber(name, value)
 		case "over":
 			if l.Drop = value == "drop"; !l.Drop && value != "refuse" {
 				err = fmt.Errorf("over is %.20q: write refuse or drop", value)
 			}
 		default:
-			err = fmt.Errorf("%.20q is none of rate, burst, client-rate, client-burst, open and over", name)
+			err = fmt.Errorf("%.20q is none of rate, burst, client-rate, client-burst, open, client-open and over", name)
 		}
 		if err != nil {
 			return Limits{}, err
@@ -111,8 +134,8 @@ func (l Limits) complete() (Limits, error) {
 		return Limits{}, errors.New("burst needs a rate")
 	case c.Rate == 0 && c.Burst > 0:
 		return Limits{}, errors.New("client-burst needs a client-rate")
-	case r.Rate == 0 && c.Rate == 0 && l.Open == 0:
-		return Limits{}, errors.New("there is no rate, client-rate or open")
+	case r.Rate == 0 && c.Rate == 0 && l.Open == 0 && l.ClientOpen == 0:
+		return Limits{}, errors.New("there is no rate, client-rate, open or client-open")
 	case c.Rate > 0 && !slices.Contains(ClientRates[:], c.Rate):
 		return Limits{}, fmt.Errorf("client-rate is %d: write one of %s", c.Rate, numbers(ClientRates[:], 1))
 	case c.Burst > 0 && (c.Burst%c.Rate != 0 || !slices.Contains(ClientBursts[:], c.Burst/c.Rate)):

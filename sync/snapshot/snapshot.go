@@ -233,8 +233,8 @@ type Snapshot struct {
 	Health map[Name]*Health
 	// Starting are the endpoints that start slowly, by Service. As with Health, an entry lives no longer than its Service.
 	Starting map[Name]*Starting
-	// Full are the ports that have as many open connections as they may have, by Service. As with Health, an entry lives
-	// no longer than its Service.
+	// Full are the ports and clients that have as many open connections as they may have, by Service. As with Health, an
+	// entry lives no longer than its Service.
 	Full map[Name]*Full
 	// Node is the zero Node until the object is known.
 	Node Node
@@ -274,7 +274,7 @@ type Delta struct {
 	Health map[Name]*Health
 	// Starting maps a Service to its endpoints that now start slowly, or to nil if none does. It is ignored as Health is.
 	Starting map[Name]*Starting
-	// Full maps a Service to its ports that are full now, or to nil if none is. It is ignored as Health is.
+	// Full maps a Service to its ports and clients that are full now, or to nil if none is. It is ignored as Health is.
 	Full map[Name]*Full
 	// Node, ServiceCIDRs, HostAddrs and HostNetworks are nil when they did not change.
 	Node         *Node
@@ -406,7 +406,7 @@ func (s *Snapshot) Apply(d Delta) Change {
 		applyOf(s, s.Starting, n, st, st != nil && len(st.Endpoints) > 0, touched)
 	}
 	for n, f := range d.Full {
-		applyOf(s, s.Full, n, f, f != nil && len(f.Ports) > 0, touched)
+		applyOf(s, s.Full, n, f, !f.empty(), touched)
 	}
 	var c Change
 	if d.Node != nil {

@@ -135,6 +135,8 @@ func plainWhy(c dataplane.Cause, to dataplane.Key) string {
 		return "rejected: the Service has no endpoint that can be used"
 	case dataplane.OverLimit:
 		return "refused: the Service has as many open connections on this node as its limits allow"
+	case dataplane.ClientOverLimit:
+		return "refused: this client has as many open connections on this node as the Service's limits allow"
 	case dataplane.NoLocalEndpoints:
 		return "dropped: no endpoint on this node can be used, and the traffic policy is Local"
 	case dataplane.UnusedPort:

@@ -46,6 +46,8 @@ func (m *meter) update(connections uint64, at time.Time) {
 type frontendMeter struct {
 	meter
 	dataplane.NamedCount
+	// over counts what was over the limits of its pool.
+	over meter
 	port *portMeter
 	seen int
 }
@@ -94,6 +96,22 @@ type portMeter struct {
 func (p *portMeter) sum() (rate float64, total uint64) {
 	for _, f := range p.frontends {
 		rate, total = rate+f.rate, total+f.connections
+	}
+	return rate, total
+}
+
+// overLimits sums what was over the limits of the port's pools, which frontends share.
+func (p *portMeter) overLimits() (rate float64, total uint64) {
+	type pool struct {
+		v4 bool
+		id uint32
+	}
+	seen := map[pool]bool{}
+	for _, f := range p.frontends {
+		if of := (pool{f.Key.Addr.Is4(), f.Pool}); !seen[of] {
+			seen[of] = true
+			rate, total = rate+f.over.rate, total+f.over.connections
+		}
 	}
 	return rate, total
 }
@@ -230,6 +248,7 @@ func (s *Sampler) record(c *dataplane.NamedCount, at time.Time) {
 	}
 	m.NamedCount, m.seen = *c, s.round
 	m.meter.update(c.Packets, at)
+	m.over.update(c.OverLimit, at)
 }
 
 // readSlice reads some frontends: those of visible ports, then others as far as the limit allows.
@@ -361,6 +380,8 @@ type PortSample struct {
 	For   string  `json:"for,omitempty"`
 	Rate  float64 `json:"rate"`
 	Total uint64  `json:"total"`
+	// OverLimit are the packets of these that were over a limit of the Service; nil if none was.
+	OverLimit *OverLimitSample `json:"overLimit,omitempty"`
 	// Traffic is that of the connections which ended in the last whole minute, its average; nil without records.
 	Traffic *Traffic `json:"traffic,omitempty"`
 	// NotCounted is true if no frontend of the port is counted.
@@ -376,6 +397,12 @@ type PortSample struct {
 	Endpoints []EndpointSample          `json:"endpoints,omitempty"`
 	// Ejected are endpoints of the Service that new connections from this node do not reach, whatever their port.
 	Ejected []EjectedSample `json:"ejected,omitempty"`
+}
+
+// OverLimitSample counts the packets that were refused or dropped because of limits.
+type OverLimitSample struct {
+	Rate  float64 `json:"rate"`
+	Total uint64  `json:"total"`
 }
 
 // EjectedSample is an ejected endpoint.
@@ -421,12 +448,16 @@ func (s *Sampler) Result(order string, interval time.Duration) *Sample {
 		rate, total := p.sum()
 		choices, atMost := p.choices()
 		out.Rate += rate
+		var over *OverLimitSample
+		if rate, total := p.overLimits(); total > 0 {
+			over = &OverLimitSample{rounded(rate), total}
+		}
 		service := p.name
 		if p.port != (dataplane.PortName{}) {
 			service = p.port.Service.String()
 		}
 		out.Ports = append(out.Ports, PortSample{Name: p.name, Service: service, Port: p.port.Port, For: s.by[service],
-			Rate: rounded(rate), Total: total, Choices: choices, AtMost: atMost, Scheduled: p.scheduled(),
+			Rate: rounded(rate), Total: total, Choices: choices, AtMost: atMost, Scheduled: p.scheduled(), OverLimit: over,
 			NotCounted: p.notCounted(), Ejected: ejected[p.port.Service], Traffic: s.traffic.of(service, p.port.Port)})
 	}
 	if s.traffic.ports != nil {

@@ -122,6 +122,8 @@ func (f *fakeCounters) services(n int) {
 			svc.Affinity = time.Hour
 		case 1:
 			svc.ExternalLocal, svc.ExternalIPs = true, []netip.Addr{netip.MustParseAddr("203.0.113.1")}
+		case 3:
+			svc.Limits.Open, svc.ExternalIPs = 9, []netip.Addr{netip.MustParseAddr("203.0.113.2")}
 		case f.scheduled:
 			svc.Scheduling = &snapshot.Scheduling{Scheduler: "lc"}
 		}
@@ -182,10 +184,14 @@ func TestTopRates(t *testing.T) {
 	f.count(nft.OutsideServices, "web-1", 6)
 	f.countSlot(nft.Services, "web-1", 1, 4)
 	f.countSlot(nft.OutsideServices, "web-1", 0, 6)
+	f.count(nft.LimitedPools, "web-3", 8)
 	out := sample()
 	var got []string
 	for _, p := range out.Ports {
 		line := fmt.Sprintf("%s %.1f %d %d:", p.Name, p.Rate, p.Total, p.Choices)
+		if p.OverLimit != nil {
+			line += fmt.Sprint(" over limits ", *p.OverLimit)
+		}
 		for _, e := range p.Endpoints {
 			line += fmt.Sprintf(" %s %.1f %d", e.Address, e.Rate, e.Total)
 		}
@@ -193,7 +199,7 @@ func TestTopRates(t *testing.T) {
 	}
 	want := []string{"team/web-0:http 10.0 20 2: 10.128.0.1 10.0 20 10.128.0.0 0.0 0",
 		"team/web-1:http 5.0 10 2: 10.128.0.2 3.0 6 10.128.0.3 2.0 4",
-		"team/web-2:http 0.0 0 2: 10.128.0.4 0.0 0 10.128.0.5 0.0 0", "team/web-3:http 0.0 0 2:"}
+		"team/web-2:http 0.0 0 2: 10.128.0.4 0.0 0 10.128.0.5 0.0 0", "team/web-3:http 0.0 0 2: over limits {4 8}"}
 	if !slices.Equal(got, want) {
 		t.Errorf("got\n%s\nwant\n%s", strings.Join(got, "\n"), strings.Join(want, "\n"))
 	}
@@ -227,7 +233,7 @@ func TestTopBounded(t *testing.T) {
 	labtest.Check(t, s.Sample(t.Context(), visible, nil, time.Second, false))
 	const (
 		health = 2            // in each family the few endpoints that are unhealthy
-		sets   = 2*7 + health // in each family the frontends' six maps, and the pools
+		sets   = 2*8 + health // in each family the frontends' six maps, the pools, and those with limits
 	)
 	if f.lists != sets || f.read > 2*services+10 {
 		t.Errorf("at first %d lists, %d elements", f.lists, f.read)
@@ -320,8 +326,9 @@ q quit  ? help  / filter  s sort  enter endpoints
 	if v.order != ByRate || !v.Key("q") || v.Key("x") {
 		t.Errorf("sorted by %s", v.order)
 	}
-	sample.Ports[0].NotCounted = true
-	if got := screen(); !strings.Contains(got, "\n"+notByWishMany) || !strings.Contains(got, " -             - ") {
+	sample.Ports[0].NotCounted, sample.Ports[0].OverLimit = true, &OverLimitSample{Rate: 2.5, Total: 1000}
+	if got := screen(); !strings.Contains(got, "\n"+notByWishMany) || !strings.Contains(got, " -             - ") ||
+		!strings.Contains(got, "team/web-00:http  1,000 o") {
 		t.Errorf("not a word about who does not want to be counted:\n%s", got)
 	}
 	sample.Counted = dataplane.CountedNothing

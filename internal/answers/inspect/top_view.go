@@ -344,12 +344,16 @@ func choicesText(p *PortSample) string {
 	return units.Thousands(p.Choices)
 }
 
-// topName is the name, followed by what asked for the backends, by how many endpoints are ejected, and by IPVS's counts
+// topName is the name, followed by what asked for the backends, by how many endpoints are ejected, by what was
+// over limits, and by IPVS's counts
 // if the port is expanded.
 func topName(mark string, p *PortSample) string {
 	name := mark + records.Named(p.Name, p.For)
 	if n := len(p.Ejected); n > 0 {
 		name += fmt.Sprintf("  %d ejected", n)
+	}
+	if o := p.OverLimit; o != nil {
+		name += fmt.Sprintf("  %s over limits, %s/s", units.Thousands(int(o.Total)), rateText(o.Rate))
 	}
 	if p.Scheduler == nil {
 		return name

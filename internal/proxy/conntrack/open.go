@@ -1,7 +1,10 @@
 package conntrack
 
 import (
+	"cmp"
 	"context"
+	"maps"
+	"net/netip"
 	"slices"
 	"sync"
 	"time"
@@ -11,41 +14,64 @@ import (
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
-// OpenLimits counts the open connections of the ports that limit them, and says which are full. It looks only while
-// there are such ports.
+// OpenLimits counts the open connections of the ports that limit them, or those of their clients, and says
+// which are full. It looks only while there are such ports.
 type OpenLimits struct {
 	walker *Walker
 	put    func(snapshot.Delta)
-	filled func(dataplane.PortName)
+	filled func(dataplane.PortName, netip.Addr)
 
 	// mu protects what follows. The map of frontends is never changed, but replaced.
 	mu        sync.Mutex
 	services  map[snapshot.Name][]*openPort
 	frontends map[dataplane.Key]*openPort
 	due       time.Time
+	// namespaces is how many have Services that limit the connections of each client. LeftOut is for LeftOut.
+	namespaces, leftOut int
 }
+
+func (p *openPort) anyFull() bool { return p.isFull || len(p.clients) > 0 }
 
 // openPort is a port in one family.
 type openPort struct {
+	*openState
+	keys []dataplane.Key
+	// most is how many connections it may have, and clientMost each of its clients; 0 means no limit.
+	most, clientMost int
+}
+
+// openState is what is known of a port. It outlives the port's changes.
+type openState struct {
 	port dataplane.PortName
 	full snapshot.FullPort
-	keys []dataplane.Key
-	most int
-	// isFull is what the last look found, and told that its first time was told.
+	// isFull is what the last look found, and told that its first time was told. Clients are those that are full, sorted;
+	// toldClient is as told.
 	isFull, told bool
+	clients      []netip.Addr
+	toldClient   bool
 }
 
 // Connections are counted every openEvery, but not so often that it would take more than a twentieth of the time. A
 // full port takes connections again when openSlack of them are closed, or one if it may have few: otherwise each look
-// at a busy port would change it.
+// at a busy port would change it. So it is with a client.
 const (
 	openEvery = 500 * time.Millisecond
 	openSlack = 64
 )
 
+// openCounters is how many clients have counts of their own, each namespace an equal part of them: beyond, counts are
+// too low by one of so many connections of the namespace at most. Of the clients that are full, those with most
+// connections are refused, at most clientsOfPort of a port and clientsOfNamespace of a namespace: each is an element of
+// the kernel.
+const (
+	openCounters       = 65536
+	clientsOfPort      = 256
+	clientsOfNamespace = 4096
+)
+
 // NewOpenLimits returns limits without ports. It puts which ports of a Service are full whenever that changes, and
-// calls filled when a port is full for the first time.
-func NewOpenLimits(w *Walker, put func(snapshot.Delta), filled func(dataplane.PortName)) *OpenLimits {
+// calls filled when a port is full for the first time, or the client of a port is; the zero Addr is the port.
+func NewOpenLimits(w *Walker, put func(snapshot.Delta), filled func(dataplane.PortName, netip.Addr)) *OpenLimits {
 	o := &OpenLimits{walker: w, put: put, filled: filled, services: map[snapshot.Name][]*openPort{}}
 	w.add(&user{next: o.next, start: o.start, whole: true})
 	return o
@@ -72,7 +98,7 @@ func (o *OpenLimits) inSync(s reconcile.InSync) {
 		}
 		if changed = true; len(now) > 0 {
 			o.services[n] = now
-		} else if delete(o.services, n); slices.ContainsFunc(before, func(p *openPort) bool { return p.isFull }) {
+		} else if delete(o.services, n); slices.ContainsFunc(before, (*openPort).anyFull) {
 			o.put(snapshot.Delta{Full: map[snapshot.Name]*snapshot.Full{n: nil}})
 		}
 	}
@@ -80,13 +106,18 @@ func (o *OpenLimits) inSync(s reconcile.InSync) {
 		return
 	}
 	o.frontends = map[dataplane.Key]*openPort{}
-	for _, ports := range o.services {
+	namespaces := map[string]bool{}
+	for name, ports := range o.services {
 		for _, p := range ports {
+			if p.clientMost > 0 {
+				namespaces[name.Namespace] = true
+			}
 			for _, k := range p.keys {
 				o.frontends[k] = p
 			}
 		}
 	}
+	o.namespaces = len(namespaces)
 	o.walker.wakeUp()
 }
 
@@ -96,18 +127,20 @@ func openPorts(svc *dataplane.Service, before []*openPort) (list []*openPort) {
 		return nil
 	}
 	for _, sp := range svc.Ports {
-		if sp.Limits.Open == 0 {
+		if sp.Limits.Open == 0 && sp.Limits.ClientOpen == 0 {
 			continue
 		}
-		p := &openPort{port: sp.Name, most: int(sp.Limits.Open), isFull: sp.Full,
-			full: snapshot.FullPort{Port: sp.Name.Port, Protocol: sp.Name.Protocol, Family: sp.Family()}}
+		full := snapshot.FullPort{Port: sp.Name.Port, Protocol: sp.Name.Protocol, Family: sp.Family()}
+		p := &openPort{most: int(sp.Limits.Open), clientMost: int(sp.Limits.ClientOpen)}
 		for i := range sp.Frontends {
 			if sp.Scheduled(&sp.Frontends[i]) == nil { // where IPVS chooses, nobody is refused
 				p.keys = append(p.keys, sp.Frontends[i].Key)
 			}
 		}
-		if i := slices.IndexFunc(before, func(o *openPort) bool { return o.full == p.full }); i >= 0 {
-			p.isFull, p.told = before[i].isFull, before[i].told
+		if i := slices.IndexFunc(before, func(o *openPort) bool { return o.full == full }); i >= 0 {
+			p.openState = before[i].openState
+		} else {
+			p.openState = &openState{port: sp.Name, full: full, isFull: sp.Full, clients: sp.FullClients}
 		}
 		list = append(list, p)
 	}
@@ -123,7 +156,15 @@ func (o *OpenLimits) next(_, _ time.Time) (due time.Time, any bool) {
 func (o *OpenLimits) start() look {
 	o.mu.Lock()
 	defer o.mu.Unlock()
-	return &openLook{OpenLimits: o, at: o.frontends, began: time.Now(), counts: map[snapshot.Name][]openCount{}}
+	return &openLook{OpenLimits: o, at: o.frontends, began: time.Now(), counts: map[*openState]int{},
+		room: openCounters / max(1, o.namespaces), clients: map[string]heavy[openClient]{}}
+}
+
+// LeftOut returns how many clients were full at the last look, and are not refused, since too many are.
+func (o *OpenLimits) LeftOut() int {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	return o.leftOut
 }
 
 // openLook counts the connections at some frontends.
@@ -131,31 +172,46 @@ type openLook struct {
 	*OpenLimits
 	at     map[dataplane.Key]*openPort
 	began  time.Time
-	counts map[snapshot.Name][]openCount
+	counts map[*openState]int
+	// clients are those of each namespace that limits them, with counters for so many as room says.
+	clients map[string]heavy[openClient]
+	room    int
 }
 
-type openCount struct {
-	port snapshot.FullPort
-	n    int
+// openClient is a client of a port.
+type openClient struct {
+	of   *openState
+	addr netip.Addr
+}
+
+func (c openClient) compare(o openClient) int {
+	return cmp.Or(c.of.port.Compare(o.of.port), c.addr.Compare(o.addr))
 }
 
 func (l *openLook) queries(bool) []query { return everything() }
 
 func (l *openLook) see(_ context.Context, _ *pace, flows []flow) error {
 	show(flows, func(f *Flow) {
-		p := l.at[f.Frontend]
-		if p == nil || f.Frontend.Protocol == snapshot.TCP && f.State >= TCPTimeWait {
-			return
+		if f.Frontend.Protocol != snapshot.TCP || f.State < TCPTimeWait {
+			l.count(f.Frontend, f.Client.Addr())
 		}
-		list := l.counts[p.port.Service]
-		i := slices.IndexFunc(list, func(c openCount) bool { return c.port == p.full })
-		if i < 0 {
-			i, list = len(list), append(list, openCount{port: p.full})
-		}
-		list[i].n++
-		l.counts[p.port.Service] = list
 	})
 	return nil
+}
+
+func (l *openLook) count(at dataplane.Key, client netip.Addr) {
+	p := l.at[at]
+	if p == nil {
+		return
+	}
+	if l.counts[p.openState]++; p.clientMost == 0 {
+		return
+	}
+	of := p.port.Service.Namespace
+	if l.clients[of] == nil {
+		l.clients[of] = heavy[openClient]{}
+	}
+	l.clients[of].add(openClient{p.openState, client}, max(1, l.room))
 }
 
 func (l *openLook) done(_ context.Context, w Walked, retry time.Duration) (vain bool) {
@@ -165,20 +221,18 @@ func (l *openLook) done(_ context.Context, w Walked, retry time.Duration) (vain 
 		l.due = time.Now().Add(retry)
 		return true
 	}
-	delta := snapshot.Delta{}
+	delta, clients := snapshot.Delta{}, l.fullClients()
 	for name, ports := range l.services {
-		changed, full := false, &snapshot.Full{}
+		changed, full := false, &snapshot.Full{Clients: map[snapshot.FullPort][]netip.Addr{}}
 		for _, p := range ports {
-			if p.judge(l.counts[name]) {
-				changed = true
-			}
+			changed = p.judge(l.counts[p.openState], clients[p.openState]) || changed
 			if p.isFull {
 				full.Ports = append(full.Ports, p.full)
 			}
-			if p.isFull && !p.told {
-				p.told = true
-				l.filled(p.port)
+			if len(p.clients) > 0 {
+				full.Clients[p.full] = p.clients
 			}
+			l.tell(p)
 		}
 		if changed {
 			snapshot.Put(&delta.Full, name, full)
@@ -190,14 +244,60 @@ func (l *openLook) done(_ context.Context, w Walked, retry time.Duration) (vain 
 	return true
 }
 
-// judge says whether a port has become full, or is full no longer.
-func (p *openPort) judge(counts []openCount) (changed bool) {
-	n, was := 0, p.isFull
-	if i := slices.IndexFunc(counts, func(c openCount) bool { return c.port == p.full }); i >= 0 {
-		n = counts[i].n
+// tell says that a port is full, or that a client is, for the first time.
+func (l *openLook) tell(p *openPort) {
+	if p.isFull && !p.told {
+		p.told = true
+		l.filled(p.port, netip.Addr{})
 	}
-	if p.isFull = n >= p.most; was && !p.isFull {
-		p.isFull = n > p.most-1-p.most/openSlack
+	if len(p.clients) > 0 && !p.toldClient {
+		p.toldClient = true
+		l.filled(p.port, p.clients[0])
 	}
-	return was != p.isFull
+}
+
+// fullClients returns the clients of each port that are full and to be refused, sorted, and counts those left out.
+func (l *openLook) fullClients() map[*openState][]netip.Addr {
+	ports, full := map[*openState]*openPort{}, map[*openState][]netip.Addr{}
+	for _, list := range l.services {
+		for _, p := range list {
+			ports[p.openState] = p
+		}
+	}
+	l.leftOut = 0
+	for _, counts := range l.clients {
+		maps.DeleteFunc(counts, func(c openClient, n int) bool {
+			p := ports[c.of]
+			if p == nil {
+				return true
+			}
+			_, was := slices.BinarySearchFunc(p.clients, c.addr, netip.Addr.Compare)
+			return !reached(n, p.clientMost, was)
+		})
+		n := 0
+		for _, c := range most(counts, len(counts), openClient.compare) {
+			if of := c.Of.of; n < clientsOfNamespace && len(full[of]) < clientsOfPort {
+				full[of], n = append(full[of], c.Of.addr), n+1
+			} else {
+				l.leftOut++
+			}
+		}
+	}
+	for _, list := range full {
+		slices.SortFunc(list, netip.Addr.Compare)
+	}
+	return full
+}
+
+// judge takes over whether a port with some connections is full, and which of its clients are.
+func (p *openPort) judge(n int, clients []netip.Addr) (changed bool) {
+	full := reached(n, p.most, p.isFull)
+	changed = full != p.isFull || !slices.Equal(clients, p.clients)
+	p.isFull, p.clients = full, clients
+	return changed
+}
+
+// reached says whether n connections are as many as a limit allows, or too near to that for what had reached it.
+func reached(n, limit int, had bool) bool {
+	return limit > 0 && (n >= limit || had && n > limit-1-limit/openSlack)
 }

@@ -57,10 +57,11 @@ const (
 )
 
 // heavy counts the most frequent of many keys, with counters for some: if all are taken, a new key takes one from each.
+// So each count is too low by at most one of so many keys as there are counters.
 type heavy[K comparable] map[K]int
 
-func (h heavy[K]) add(k K) {
-	if h[k] > 0 || len(h) < pressureCounters {
+func (h heavy[K]) add(k K, counters int) {
+	if h[k] > 0 || len(h) < counters {
 		h[k]++
 		return
 	}
@@ -113,12 +114,12 @@ func (g *PressureGauge) reset() {
 }
 
 func (g *PressureGauge) flow(f *Flow) {
-	g.clients.add(f.Client.Addr())
+	g.clients.add(f.Client.Addr(), pressureCounters)
 	if name, ok := g.service(f.Frontend); ok {
 		g.services[name]++
 	}
 	if at := f.Masquerade.Addr(); at != f.Client.Addr() {
-		g.masqueraded.add(masqueraded{at, f.Frontend.Protocol, f.Endpoint})
+		g.masqueraded.add(masqueraded{at, f.Frontend.Protocol, f.Endpoint}, pressureCounters)
 	}
 }
 

@@ -66,11 +66,11 @@ func TestHeavy(t *testing.T) {
 	for i := range all {
 		switch k := random.IntN(100); {
 		case k < 3:
-			h.add(-1)
+			h.add(-1, pressureCounters)
 		case k < 5:
-			h.add(-2)
+			h.add(-2, pressureCounters)
 		default:
-			h.add(i)
+			h.add(i, pressureCounters)
 		}
 	}
 	got := most(h, 2, func(a, b int) int { return b - a })

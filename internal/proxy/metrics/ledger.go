@@ -45,6 +45,8 @@ type ledger struct {
 	rules          ipfamily.Per[[dataplane.NumRefusals]last]
 	refused        ipfamily.Per[[dataplane.NumRefusals]uint64]
 	limited        map[limitedPool]*overLimit
+	// overRate, if not nil, is told of a port that refuses connections over a rate for the first time.
+	overRate func(dataplane.PortName)
 }
 
 // limitedPool names a pool with limits, and overLimit is what was over them: the last reading, and how many of these
@@ -85,6 +87,8 @@ type port struct {
 	// now is what the kernel holds, IPv4 and IPv6, and changed when it last changed.
 	now     ipfamily.Per[*dataplane.ServicePort]
 	changed uint64
+	// toldRate says that overRate was told of it.
+	toldRate bool
 	// shown is true if the port has a series, hidden if it would need one.
 	shown, hidden bool
 	endpoints     map[netip.AddrPort]*endpoint
@@ -457,6 +461,10 @@ func (g *ledger) takeOver(p *port, c *dataplane.FrontendCount, most uint64) uint
 	}
 	of.left -= over
 	p.refused[verdict] += over
+	if rated := sp.Limits.Rate.Rate+sp.Limits.Client.Rate > 0; rated && over > 0 && !p.toldRate && g.overRate != nil {
+		p.toldRate = true
+		g.overRate(p.name)
+	}
 	return over
 }
 

@@ -588,13 +588,14 @@ func (w *watcher) look(step int) {
 }
 
 // TestLedgerKnowsLimits: what frontends counted and a limit refused is no connection, whichever reading knows of it
-// first.
+// first. That a rate refuses is told once.
 func TestLedgerKnowsLimits(t *testing.T) {
 	at := dataplane.Key{Addr: addr("10.96.0.1"), Protocol: snapshot.TCP, Port: 80}
 	pool := &dataplane.Pool{Endpoints: []dataplane.Endpoint{{AddrPort: netip.MustParseAddrPort("10.1.0.1:80")}}}
 	sp := &dataplane.ServicePort{Name: dataplane.PortName{Service: snapshot.Name{Name: "a"}}, Cluster: pool,
 		Local: &dataplane.Pool{}, Frontends: []dataplane.Frontend{{Key: at, Routes: []dataplane.Route{{Pool: pool}}}}}
-	g := newLedger(PerService, 10)
+	g, told := newLedger(PerService, 10), 0
+	g.overRate = func(dataplane.PortName) { told++ }
 	svc := &dataplane.Service{Name: sp.Name.Service, Ports: []*dataplane.ServicePort{sp}}
 	g.replace([]*dataplane.Service{nil}, []*dataplane.Service{svc}, true, 1)
 	for i, step := range []struct {
@@ -608,12 +609,15 @@ func TestLedgerKnowsLimits(t *testing.T) {
 		{51, 140, true, totals{89, [2]uint64{50, 1}}},
 		{2, 5, true, totals{92, [2]uint64{50, 3}}}, // which began anew
 	} {
-		sp.Limits.Drop = step.drop
+		sp.Limits.Drop, sp.Limits.Rate.Rate = step.drop, uint32(i/2) // there is no rate at first
 		g.recordLimited([]dataplane.LimitCount{{Family: ipfamily.IPv4, Pool: 7, Packets: step.over}}, uint64(i+2))
 		g.recordFrontends([]dataplane.FrontendCount{{Counted: dataplane.Counted{Key: at}, Pool: 7, Endpoints: 1,
 			Packets: step.all}}, uint64(i+2))
 		if got := g.ports[sp.Name].totals; got != step.want {
 			t.Errorf("step %d: %+v, want %+v", i, got, step.want)
+		}
+		if told != min(i/2, 1) {
+			t.Errorf("step %d: told %d times", i, told)
 		}
 	}
 	g.recordLimited(nil, 9)

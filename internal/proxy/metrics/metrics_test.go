@@ -109,7 +109,7 @@ func newWorld(o Options) *world {
 	}
 	o.Ready, o.Owns = func() bool { return true }, func() bool { return true }
 	o.HoldsLease = func() bool { return true }
-	o.SlowStarting = func() int { return 4 }
+	o.SlowStarting, o.LimitsLeftOut = func() int { return 4 }, func() int { return 5 }
 	o.Ledger = func() ledgerfiles.Stats { return ledgerfiles.Stats{Records: 12, Missing: 3, Errors: 1, Bytes: 4096} }
 	o.Everywhere = func() everywhere.Stats {
 		return everywhere.Stats{Connected: true, Waiting: 2, Answers: map[string]uint64{"everywhere": 3}}

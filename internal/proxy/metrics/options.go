@@ -90,6 +90,11 @@ type Options struct {
 	Everywhere func() everywhere.Stats
 	// Ledger tells of the ledger of changes.
 	Ledger func() ledgerfiles.Stats
+	// OverRate, if not nil, is told of each Service port when a reading first finds connections that were refused, and
+	// the Service limits rates. It must not wait.
+	OverRate func(dataplane.PortName)
+	// LimitsLeftOut counts the clients over a limit of open connections that are not refused, since too many are.
+	LimitsLeftOut func() int
 	// Flows tells of the records of connections.
 	Flows func() flows.Stats
 	// SlowStarting counts the endpoints that start slowly now.

@@ -125,6 +125,11 @@ func registerCollectors(m maker, o *Options) {
 			"Endpoints that do not get all of their share of new connections yet, because their Service has a slow start.",
 			nil, func() float64 { return float64(o.SlowStarting()) })
 	}
+	if o.LimitsLeftOut != nil {
+		m.gaugeFunc("verdict_full_clients_left_out",
+			"Clients with as many open connections as a Service's limits allow that may open more, since too many have.",
+			nil, func() float64 { return float64(o.LimitsLeftOut()) })
+	}
 	if o.Ledger != nil {
 		m.MustRegister(together{[]scraped{ledgerRecordsMetric, ledgerMissingMetric, ledgerErrorsMetric, ledgerBytesMetric},
 			o.sendLedger})

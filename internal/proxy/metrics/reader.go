@@ -88,6 +88,7 @@ func newReader(o *Options) *reader {
 		scheduled: newIPVSLedger(),
 		affinity:  ipfamily.Per[int]{-1, -1},
 	}
+	r.ledger.overRate = o.OverRate
 	if o.Detail != Off {
 		r.ipvs = o.IPVS
 	}

@@ -113,7 +113,7 @@ func (n *Node) Run(ctx context.Context) (err error) {
 	// Cleaner and releaser must be the first listeners, since their reading of the flows waits for the commit.
 	loop.Listeners = slices.Concat([]reconcile.Listener{cleaner.Listener()}, listeners, shown.listeners(),
 		[]reconcile.Listener{n.localnet(loop.Planner)}, n.Listeners, outliers.listeners(), n.records.listeners(),
-		n.openLimits(walker, queue))
+		n.openLimits(walker, queue, shown))
 
 	group, ctx := errgroup.WithContext(ctx)
 	for _, s := range n.Sources {

@@ -46,17 +46,22 @@ func (n *Node) newReleaser(w *conntrack.Walker, shown *telemetry) (*conntrack.Re
 
 // openLimits returns what the loop must call to limit the open connections of Services: nothing with a backend that
 // cannot, which gathers no evidence either.
-func (n *Node) openLimits(w *conntrack.Walker, queue *snapshot.Queue) []reconcile.Listener {
+func (n *Node) openLimits(w *conntrack.Walker, queue *snapshot.Queue, shown *telemetry) []reconcile.Listener {
 	if n.Backend.Evidence == nil {
 		return nil
 	}
 	events := n.serving.events
-	o := conntrack.NewOpenLimits(w, queue.Put, func(p dataplane.PortName) {
-		n.Log.Info("a Service has as many open connections as its limits allow", "service", p.String())
+	o := conntrack.NewOpenLimits(w, queue.Put, func(p dataplane.PortName, client netip.Addr) {
+		who, full := p.String(), "a Service has as many open connections as its limits allow"
+		if client.IsValid() {
+			who, full = who+"'s client "+client.String(), "a client has as many open connections as a Service's limits allow"
+		}
+		n.Log.Info(full, "service", who)
 		events.Emit(watch.Event{Warning: true, Reason: "LimitReached", Action: "Refuse", Service: p.Service,
-			Note: fmt.Sprintf("%s has as many open connections on node %s as its limits allow; new ones are refused there",
-				p, n.Config.NodeName)})
+			Note: fmt.Sprintf("%s has as many open connections on node %s as limits allow; new ones are refused there",
+				who, n.Config.NodeName)})
 	})
+	shown.limits.Store(o)
 	return []reconcile.Listener{o.Listener()}
 }
 

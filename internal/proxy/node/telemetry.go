@@ -23,6 +23,7 @@ import (
 	"github.com/verdict-proxy/verdict/internal/proxy/metrics"
 	"github.com/verdict-proxy/verdict/internal/proxy/outlier"
 	"github.com/verdict-proxy/verdict/internal/proxy/status"
+	"github.com/verdict-proxy/verdict/sync/dataplane"
 	"github.com/verdict-proxy/verdict/sync/reconcile"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 	"github.com/verdict-proxy/verdict/sync/watch"
@@ -104,6 +105,8 @@ type telemetry struct {
 	ledger *ledger.Writer
 	// pressure says who fills connection tracking; nil unless connections are recorded.
 	pressure atomic.Pointer[conntrack.PressureGauge]
+	// limits counts open connections; nil with a backend that cannot limit them.
+	limits atomic.Pointer[conntrack.OpenLimits]
 	// book, if not nil, keeps records of connections.
 	book *flows.Book
 }
@@ -159,7 +162,7 @@ func (t *telemetry) newMetrics(backend *backends.Opened, queue *snapshot.Queue, 
 		Waiting: queue.Waiting, Progress: queue.Progress, Quarantined: loop.Quarantined, Unscheduled: loop.Unscheduled,
 		SlowStarting: func() int { return countStarting(loop.Starting()) },
 		Ready:        t.health.Healthy, NodePorts: t.ports.Ports,
-		Pressure:  t.readPressure,
+		Pressure: t.readPressure, LimitsLeftOut: t.limitsLeftOut, OverRate: t.overRate,
 		Conntrack: conntrackUsage, Report: reporter(t.log), HoldsLease: v.holdsLease, LogDropped: v.droppedLines,
 		Fill: backend.Fill, AffinityShares: backend.AffinityShares, Owns: backend.Owns, IPVS: backend.IPVS,
 	}
@@ -179,6 +182,13 @@ func (t *telemetry) newMetrics(backend *backends.Opened, queue *snapshot.Queue, 
 		o.Counters = t.counters
 	}
 	return metrics.New(o)
+}
+
+func (t *telemetry) limitsLeftOut() int {
+	if o := t.limits.Load(); o != nil {
+		return o.LeftOut()
+	}
+	return 0
 }
 
 func (t *telemetry) readPressure() conntrack.Pressure {
@@ -284,6 +294,13 @@ func (t *telemetry) failed(reason, action string) func(error) {
 	return func(err error) {
 		t.serving.events.Emit(watch.Event{Warning: true, Reason: reason, Action: action, Note: err.Error()})
 	}
+}
+
+// overRate tells that a port refuses connections because of its rates.
+func (t *telemetry) overRate(p dataplane.PortName) {
+	t.log.Info("connections to a Service are over its limits", "service", p.String())
+	t.serving.events.Emit(watch.Event{Warning: true, Reason: "LimitReached", Action: "Refuse", Service: p.Service,
+		Note: fmt.Sprintf("new connections to %s are over its limits on node %s; these are refused there", p, t.name)})
 }
 
 func (t *telemetry) reportPortFailure(e *health.ListenError) {
