@@ -25,7 +25,29 @@ func stopKubelets(ctx context.Context, b *Bed) error {
 	case <-ctx.Done():
 	case <-time.After(stayNotReady):
 	}
-	return errors.Join(err, b.signalKubelets(ctx, "CONT"), b.readyEndpoints(ctx, 3*time.Minute, true))
+	return errors.Join(err, b.signalKubelets(ctx, "CONT"), b.readyEndpoints(ctx, 3*time.Minute, true), b.calm(ctx))
+}
+
+// calm waits until no connection fails any more, so that the next story inherits nothing: kube-proxy's node ports refused
+// connections of one node for 8 s after its endpoints were ready.
+func (b *Bed) calm(ctx context.Context) error {
+	failed := -1
+	return cluster.Wait(ctx, time.Minute, "no connection fails", func() error {
+		time.Sleep(settle)
+		reports, err := b.reports(ctx)
+		if err != nil {
+			return err
+		}
+		before := failed
+		failed = 0
+		for _, r := range reports {
+			failed += r.Failed
+		}
+		if failed != before {
+			return fmt.Errorf("%d have failed, and %d before", failed, before)
+		}
+		return nil
+	})
 }
 
 // stopKubeletsWith does so while Verdict has a further argument.

@@ -153,8 +153,8 @@ func TestResorts(t *testing.T) {
 				t.Errorf("the log has\n%s", &w.log)
 			}
 		}
-		if w.reads > 250*5 {
-			t.Errorf("evidence was read %d times", w.reads)
+		if w.reads.Load() > 250*5 {
+			t.Errorf("evidence was read %d times", w.reads.Load())
 		}
 	})
 }

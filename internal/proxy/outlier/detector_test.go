@@ -10,6 +10,7 @@ import (
 	"slices"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -27,7 +28,7 @@ type world struct {
 	detector *Detector
 	mu       sync.Mutex
 	evidence map[netip.AddrPort]dataplane.Evidence
-	reads    int
+	reads    atomic.Int64
 	// last is when an endpoint answered last, up which ones answer several times a second.
 	last map[netip.AddrPort]time.Time
 	up   map[int]bool
@@ -49,7 +50,7 @@ type world struct {
 func (w *world) Read() (list []dataplane.Evidence, err error) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
-	w.reads++
+	w.reads.Add(1)
 	for _, e := range w.evidence {
 		list = append(list, e)
 	}
@@ -592,8 +593,8 @@ func TestFollowsServices(t *testing.T) {
 		time.Sleep(time.Minute)
 		synctest.Wait()
 		w.mu.Lock()
-		if w.reads > 0 {
-			t.Errorf("evidence was read %d times though nobody asks for it", w.reads)
+		if w.reads.Load() > 0 {
+			t.Errorf("evidence was read %d times though nobody asks for it", w.reads.Load())
 		}
 		w.mu.Unlock()
 		w.busy(port("shop", 1, 2))
