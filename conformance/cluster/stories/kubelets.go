@@ -28,8 +28,8 @@ func stopKubelets(ctx context.Context, b *Bed) error {
 	return errors.Join(err, b.signalKubelets(ctx, "CONT"), b.readyEndpoints(ctx, 3*time.Minute, true), b.calm(ctx))
 }
 
-// calm waits until no connection fails any more, so that the next story inherits nothing: kube-proxy's node ports refused
-// connections of one node for 8 s after its endpoints were ready.
+// calm waits until no connection fails any more, so that the next story inherits nothing: kube-proxy's node ports
+// refused connections of one node for 8 s after its endpoints were ready.
 func (b *Bed) calm(ctx context.Context) error {
 	failed := -1
 	return cluster.Wait(ctx, time.Minute, "no connection fails", func() error {
