@@ -13,7 +13,7 @@ import (
 	"sigs.k8s.io/gateway-api/conformance/utils/suite"
 )
 
-var weighted = flag.Int("weighted", 0, "how often TestWeighted takes each weighted test")
+var weighted = flag.Int("weighted", 1, "how often TestWeighted takes each weighted test")
 
 func options(t *testing.T) suite.ConformanceOptions {
 	o := conformance.DefaultOptions(t)
@@ -29,9 +29,6 @@ func TestConformance(t *testing.T) {
 // TestWeighted runs the weighted tests again and again. Their pods stay; each run begins with a new Gateway and a new
 // route, so that it finds out whether the controller says too early that they are programmed.
 func TestWeighted(t *testing.T) {
-	if *weighted == 0 {
-		t.Skip("-weighted says how often")
-	}
 	o := options(t)
 	o.CleanupTestResources = false
 	s, err := suite.NewConformanceTestSuite(o)

@@ -90,8 +90,7 @@ func (l Limits) String() string {
 }
 
 // ParseLimits reads words such as "rate=1000 burst=200 client-rate=10 client-burst=20 open=5000 client-open=50
-// over=drop". A burst
-// that is not given is as large as its rate. The error says which word is wrong.
+// over=drop". A burst that is not given is as large as its rate. The error says which word is wrong.
 func ParseLimits(text string) (l Limits, err error) {
 	seen := map[string]bool{}
 	for word := range strings.FieldsSeq(text) {
