@@ -134,9 +134,9 @@ func plainWhy(c dataplane.Cause, to dataplane.Key) string {
 	case dataplane.NoEndpoints:
 		return "rejected: the Service has no endpoint that can be used"
 	case dataplane.OverLimit:
-		return "refused: the Service has as many open connections on this node as its limits allow"
+		return "over a limit: the Service has as many open connections on this node as its limits allow"
 	case dataplane.ClientOverLimit:
-		return "refused: this client has as many open connections on this node as the Service's limits allow"
+		return "over a limit: this client has as many open connections on this node as the Service's limits allow"
 	case dataplane.NoLocalEndpoints:
 		return "dropped: no endpoint on this node can be used, and the traffic policy is Local"
 	case dataplane.UnusedPort:
