@@ -12,7 +12,7 @@ var budget = map[string]int{
 	"cmd":              4_810,
 	"nft":              18_500,
 	"ipvsplugin":       3_280,
-	"sync":             15_150,
+	"sync":             15_480,
 	"internal/system":  7_620,
 	"internal/proxy":   28_110,
 	"internal/answers": 15_110,

@@ -44,6 +44,10 @@ type Config struct {
 	AsKubeProxy bool
 	// Records has the backend log resets, and packets that it rejects or drops.
 	Records bool
+	// KeepClientAddress keeps the addresses of clients of load balancer Services that do not say it themselves.
+	KeepClientAddress bool
+	// CannotKeep says that the backend cannot keep any client's address: then none is kept, whatever Services ask for.
+	CannotKeep bool
 	// IPVS says which Services it schedules.
 	IPVS IPVS
 }

@@ -24,12 +24,12 @@ func (sp *ServicePort) equal(o *ServicePort) bool {
 		sp.Limits != o.Limits || sp.Full != o.Full || !slices.Equal(sp.FullClients, o.FullClients) ||
 		!equalScheduling(sp.Scheduling, o.Scheduling) || sp.Hash != o.Hash || len(sp.Frontends) != len(o.Frontends) ||
 		!sp.Cluster.equal(o.Cluster) || !sp.Local.equal(o.Local) || !slices.Equal(sp.Serving, o.Serving) ||
-		!slices.Equal(sp.Finishing, o.Finishing) {
+		!slices.Equal(sp.Finishing, o.Finishing) || !sp.Keep.equal(o.Keep) || sp.NotKept != o.NotKept {
 		return false
 	}
 	for i := range sp.Frontends {
 		f, of := &sp.Frontends[i], &o.Frontends[i]
-		if f.Key != of.Key || f.Kind != of.Kind || f.NotScheduled != of.NotScheduled ||
+		if f.Key != of.Key || f.Kind != of.Kind || f.Kept != of.Kept || f.NotScheduled != of.NotScheduled ||
 			!slices.Equal(f.Sources, of.Sources) || len(f.Routes) != len(of.Routes) {
 			return false
 		}

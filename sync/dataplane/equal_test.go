@@ -15,12 +15,13 @@ func TestEqual(t *testing.T) {
 	testkit.Compares(t, (*Service).equal, "Ports[].Frontends[].Routes[].Pool")
 	testkit.Compares(t, equalScheduling)
 	testkit.Compares(t, (*IPVS).equal)
-	testkit.Compares(t, (*host).equal, "loopback", "records", "settings") // which follow, or matter to no Service
+	testkit.Compares(t, (*host).equal, "loopback", "records", "settings", "device", "macs") // which follow, or matter to no Service
 	testkit.Compares(t, (*Service).sameClaims, "Name", "ClusterIPs", "SilentClusterIPs", "PingableIPs",
 		"LoadBalancerIPs", "HealthCheckNodePort", "OverCapacity", "Counters", "Ports[].Hash",
 		"Ports[].Affinity", "Ports[].Cluster", "Ports[].Local", "Ports[].Serving", "Ports[].Finishing", "Ports[].Scheduling",
 		"Ports[].SecondChance", "Ports[].Probe", "Ports[].Resort", "Ports[].Drain", "Ports[].Rebalance",
-		"Ports[].Limits", "Ports[].Full", "Ports[].FullClients",
+		"Ports[].Limits", "Ports[].Full", "Ports[].FullClients", "Ports[].Keep", "Ports[].NotKept",
+		"Ports[].Frontends[].Kept",
 		"Ports[].Frontends[].NotScheduled", "Ports[].Frontends[].Routes", "Ports[].Frontends[].Sources")
 }
 

@@ -2,6 +2,7 @@ package dataplane
 
 import (
 	"cmp"
+	"maps"
 	"net/netip"
 	"slices"
 
@@ -42,6 +43,13 @@ type host struct {
 	podsFirst bool
 	// records is Config.Records.
 	records bool
+	// keep and cannotKeep are Config.KeepClientAddress and CannotKeep. neighbours are the other nodes; nil if there is no
+	// device to reach them.
+	keep, cannotKeep bool
+	neighbours       map[string]reachable
+	// device and macs are State's Device and NodeMACs.
+	device string
+	macs   []snapshot.MAC
 	// settings are the configuration's Lines.
 	settings []string
 	// ipvs says which Services IPVS schedules. serviceCIDRs, and which parts of them others use, too, are set only if it
@@ -67,6 +75,12 @@ func newHost(cfg Config, s *snapshot.Snapshot, found []Overlap) host {
 		podsFirst:         cfg.AsKubeProxy,
 		records:           cfg.Records,
 		settings:          cfg.Lines(),
+		keep:              cfg.KeepClientAddress,
+		cannotKeep:        cfg.CannotKeep,
+		neighbours:        neighbours(s.Link),
+	}
+	if !cfg.CannotKeep {
+		h.device, h.macs = s.Link.Device, macsOf(s.Link)
 	}
 	if h.ipvs.Mode != IPVSNever {
 		h.serviceCIDRs, h.shared = s.ServiceCIDRs, sharedRanges(found)
@@ -90,6 +104,8 @@ func (h *host) equal(o *host) bool {
 		h.lastResort == o.lastResort &&
 		h.pingAddrs == o.pingAddrs && h.rejectUnusedPorts == o.rejectUnusedPorts && h.podsFirst == o.podsFirst &&
 		h.ipvs.equal(&o.ipvs) && slices.Equal(h.serviceCIDRs, o.serviceCIDRs) &&
+		h.keep == o.keep && h.cannotKeep == o.cannotKeep && maps.Equal(h.neighbours, o.neighbours) &&
+		(h.neighbours == nil) == (o.neighbours == nil) &&
 		slices.Equal(h.shared, o.shared) && slices.Equal(h.addresses, o.addresses) && h.pods == o.pods &&
 		slices.Equal(h.nodePortAddrs[ipfamily.IPv4], o.nodePortAddrs[ipfamily.IPv4]) &&
 		slices.Equal(h.nodePortAddrs[ipfamily.IPv6], o.nodePortAddrs[ipfamily.IPv6])
@@ -105,7 +121,9 @@ func (st *State) setGlobals(h *host, serviceCIDRs []netip.Prefix, found []Overla
 		st.MasqueradeAll != h.masqueradeAll || st.PingAddrs != h.pingAddrs ||
 		st.LocalhostNodePorts != h.loopback || !slices.Equal(st.ServiceCIDRs, serviceCIDRs) ||
 		!slices.Equal(st.IPVSAddresses, h.ipvs.Addresses) || !slices.Equal(st.Settings, h.settings) ||
-		!slices.Equal(st.SharedRanges, sharedRanges(found))
+		!slices.Equal(st.SharedRanges, sharedRanges(found)) ||
+		st.Device != h.device || !slices.Equal(st.NodeMACs, h.macs)
+	st.Device, st.NodeMACs = h.device, h.macs
 	st.Pods4, st.Pods6, st.MasqueradeAll = h.pods[ipfamily.IPv4], h.pods[ipfamily.IPv6], h.masqueradeAll
 	st.LocalhostNodePorts, st.ServiceCIDRs, st.IPVSAddresses = h.loopback, serviceCIDRs, h.ipvs.Addresses
 	st.PodsFirst, st.SharedRanges = h.podsFirst, sharedRanges(found)

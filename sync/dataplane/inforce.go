@@ -63,6 +63,8 @@ func (c *Config) Lines() (lines []string) {
 	truth("feature-gates="+gateExternalIPs, !c.NoExternalIPs)
 	say("second-chance", cmp.Or(c.SecondChance, snapshot.SecondChanceOff).String())
 	optional("last-resort", snapshot.LastResortOn.String(), c.LastResort)
+	optional("client-address", snapshot.ClientAddressKeep.String(), c.KeepClientAddress)
+	optional("client-address-unsupported", "true", c.CannotKeep)
 	optional("behavior", behaviorKubeProxy, c.AsKubeProxy)
 	optional("records", "true", c.Records)
 	truth("ping-services", c.PingServices)
@@ -121,6 +123,10 @@ func (c *Config) take(name, value string) {
 		c.SecondChance, _ = snapshot.ParseSecondChance(value)
 	case "last-resort":
 		c.LastResort = value == snapshot.LastResortOn.String()
+	case "client-address":
+		c.KeepClientAddress = value == snapshot.ClientAddressKeep.String()
+	case "client-address-unsupported":
+		c.CannotKeep = on
 	case "behavior":
 		c.AsKubeProxy = value == behaviorKubeProxy
 	case "records":

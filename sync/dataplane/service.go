@@ -160,19 +160,29 @@ func (b *builder) port(
 	if len(sp.Frontends) > 1 { // all but the cluster IP
 		external = b.rows(svc, f, true)
 	}
-	b.fillPools(sp, anyLeadsTo(internal, clusterPool) || anyLeadsTo(external, clusterPool),
-		anyLeadsTo(internal, localPool) || anyLeadsTo(external, localPool))
+	kept := b.keptRows(svc, sp, f, external)
+	leads := func(to poolName) bool {
+		return anyLeadsTo(internal, to) || anyLeadsTo(external, to) || anyLeadsTo(kept, to)
+	}
+	b.fillPools(sp, leads(clusterPool), leads(localPool))
 	b.serving(sp)
+	sp.lead(internal, external, kept)
+	return sp
+}
 
-	internalRoutes, externalRoutes := sp.routes(internal), sp.routes(external)
+// lead gives the port's frontends their routes.
+func (sp *ServicePort) lead(internal, external, kept []row) {
+	internalRoutes, externalRoutes, keptRoutes := sp.routes(internal), sp.routes(external), sp.routes(kept)
 	for i := range sp.Frontends {
-		if fe := &sp.Frontends[i]; fe.Kind == ClusterIP {
+		switch fe := &sp.Frontends[i]; {
+		case fe.Kind == ClusterIP:
 			fe.Routes = internalRoutes
-		} else {
+		case fe.Kept:
+			fe.Routes = keptRoutes
+		default:
 			fe.Routes = externalRoutes
 		}
 	}
-	return sp
 }
 
 // rows returns the policy for cluster IPs, or for external addresses and node ports, of the port whose endpoints were
@@ -182,7 +192,12 @@ func (b *builder) rows(svc *snapshot.Service, f ipfamily.Family, external bool) 
 	if external {
 		local, failover = svc.ExternalLocal, b.failover(svc)
 	}
-	rows := rowsFor(external, local, b.host.pods[f].Known(), b.host.masqueradeAll, failover)
+	return b.policy(f, external, local, failover)
+}
+
+// policy returns the rows of the policy table.
+func (b *builder) policy(f ipfamily.Family, external, local bool, in failover) []row {
+	rows := rowsFor(external, local, b.host.pods[f].Known(), b.host.masqueradeAll, in)
 	if b.host.podsFirst {
 		rows = podsFirst(rows)
 	}

@@ -35,7 +35,7 @@ var slotLimits = IPVS{Mode: IPVSAuto, MaxPerService: math.MaxInt, MaxPerNamespac
 func (b *builder) applySlotBudget(s *Service, svc *snapshot.Service) {
 	cost := 0
 	for _, sp := range s.Ports {
-		cost += sp.Cluster.slots(sp.Hash) + sp.Local.slots(sp.Hash)
+		cost += sp.Cluster.slots(sp.Hash) + sp.Local.slots(sp.Hash) + sp.Keep.Slots()
 	}
 	if cost == 0 {
 		b.slots.forget(s.Name)
@@ -45,6 +45,7 @@ func (b *builder) applySlotBudget(s *Service, svc *snapshot.Service) {
 		return
 	}
 	for _, sp := range s.Ports {
+		b.unkeep(svc, sp)
 		if sp.Hash = NoHash; sp.Scheduling != nil {
 			continue
 		}

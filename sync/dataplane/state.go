@@ -42,6 +42,12 @@ type State struct {
 	Records bool
 	// PingAddrs are this node's addresses that answer a ping of a Service address, per family. The zero Addr: none does.
 	PingAddrs ipfamily.Per[netip.Addr]
+	// Device is where packets to Frontends that keep their clients' address come in, and by which they are forwarded to
+	// other nodes; empty if no client's address can be kept here.
+	Device string
+	// NodeMACs are those of the other nodes: what comes from them is never forwarded again. Sorted and unique; nil
+	// without a Device.
+	NodeMACs []snapshot.MAC
 	// Settings are the Lines of the Config that this is computed with. They change nothing for a packet.
 	Settings []string
 }
@@ -114,6 +120,11 @@ type ServicePort struct {
 	// Rebalance is for how long a TCP connection must have been idle to be ended so that an endpoint that is added gets
 	// its share; 0 means that none is. Whole seconds, always 0 for other protocols.
 	Rebalance time.Duration
+	// Keep are the nodes among which clients from outside of the Frontends with Kept are divided, untranslated; nil if
+	// this node translates for all that come here.
+	Keep *Keep
+	// NotKept says why no client's address is kept although the Service, or the node's setting, asks for it.
+	NotKept NotKept
 	// Frontends are sorted by Key and non-empty.
 	Frontends []Frontend
 }
@@ -225,6 +236,9 @@ type Frontend struct {
 	// Sources are the client ranges that are served at all, before any route: sorted, no range inside another. Nil means
 	// everybody.
 	Sources []netip.Prefix
+	// Kept says that clients from outside keep their address: on a node of the port's Keep they are translated to its own
+	// endpoints (the routes say so), and what other nodes' share is, the backend forwards to them.
+	Kept bool
 }
 
 // Route returns the route a packet from the given origin takes; origin is Pod, Node, or Anyone for all others.

@@ -156,6 +156,7 @@ func (l *Loop) takeTurns(d snapshot.Delta, now time.Time) snapshot.Delta {
 	l.queued.put(steps, now)
 	turn := l.queued.next(now, l.weigh)
 	turn.Node, turn.ServiceCIDRs, turn.HostAddrs, turn.HostNetworks = d.Node, d.ServiceCIDRs, d.HostAddrs, d.HostNetworks
+	turn.Link = d.Link
 	return turn
 }
 

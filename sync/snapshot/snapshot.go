@@ -112,6 +112,8 @@ type Service struct {
 	Rebalance time.Duration
 	// ExternalFailover is what the Service's annotation asks for. Without ExternalLocal it means nothing.
 	ExternalFailover ExternalFailover
+	// ClientAddress is what the Service's annotation asks for. With ExternalLocal it means nothing.
+	ClientAddress ClientAddress
 	// SlowStart is over what time an endpoint that becomes ready comes to its share of new connections; 0 means at once.
 	SlowStart time.Duration
 	// Backends are other Services whose endpoints serve the ports; nil means that the Service's own slices do.
@@ -245,6 +247,9 @@ type Snapshot struct {
 	HostAddrs []netip.Addr
 	// HostNetworks say what this host reaches other than by its default route.
 	HostNetworks HostNetworks
+	// Link is what this host knows of the other nodes as its neighbours. Only a host whose operator or Services have
+	// clients' addresses kept has one.
+	Link Link
 
 	sliceService map[Name]Name
 	referrers    referrers
@@ -276,11 +281,12 @@ type Delta struct {
 	Starting map[Name]*Starting
 	// Full maps a Service to its ports and clients that are full now, or to nil if none is. It is ignored as Health is.
 	Full map[Name]*Full
-	// Node, ServiceCIDRs, HostAddrs and HostNetworks are nil when they did not change.
+	// Node, ServiceCIDRs, HostAddrs, HostNetworks and Link are nil when they did not change.
 	Node         *Node
 	ServiceCIDRs *[]netip.Prefix
 	HostAddrs    *[]netip.Addr
 	HostNetworks *HostNetworks
+	Link         *Link
 	// Versions say up to which versions the source has read, with this delta. Empty ones say nothing new. A delta may
 	// have nothing but Versions: what the source read up to there changed nothing.
 	Versions Versions
@@ -289,7 +295,8 @@ type Delta struct {
 // Empty says whether the delta changes nothing. It may still have Versions.
 func (d *Delta) Empty() bool {
 	return len(d.Services) == 0 && len(d.Slices) == 0 && len(d.Health) == 0 && len(d.Starting) == 0 &&
-		len(d.Full) == 0 && d.Node == nil && d.ServiceCIDRs == nil && d.HostAddrs == nil && d.HostNetworks == nil
+		len(d.Full) == 0 && d.Node == nil && d.ServiceCIDRs == nil && d.HostAddrs == nil && d.HostNetworks == nil &&
+		d.Link == nil
 }
 
 // Concerns returns the Services of a delta, and the names of those whose slices it has; both without those that are
@@ -327,6 +334,7 @@ func (d *Delta) Merge(later Delta) {
 	d.ServiceCIDRs = cmp.Or(later.ServiceCIDRs, d.ServiceCIDRs)
 	d.HostAddrs = cmp.Or(later.HostAddrs, d.HostAddrs)
 	d.HostNetworks = cmp.Or(later.HostNetworks, d.HostNetworks)
+	d.Link = cmp.Or(later.Link, d.Link)
 	d.Versions = d.Versions.Then(later.Versions)
 }
 
@@ -350,8 +358,8 @@ func merge[T any](m *map[Name]*T, later map[Name]*T) {
 type Change struct {
 	// Services are sorted and unique. All others are the same as before.
 	Services []Name
-	// Globals says that what concerns all Services may differ. In a Snapshot that is the node, its addresses and networks,
-	// and the service ranges.
+	// Globals says that what concerns all Services may differ. In a Snapshot that is the node, its addresses, networks and
+	// neighbours, and the service ranges.
 	Globals bool
 }
 
@@ -423,6 +431,9 @@ func (s *Snapshot) Apply(d Delta) Change {
 		was := s.HostNetworks.Overlapping(s.ServiceCIDRs)
 		s.HostNetworks = *d.HostNetworks
 		c.Globals = c.Globals || !was.Equal(s.HostNetworks.Overlapping(s.ServiceCIDRs))
+	}
+	if d.Link != nil && !d.Link.Equal(s.Link) {
+		s.Link, c.Globals = *d.Link, true
 	}
 	if len(touched) > 0 {
 		c.Services = slices.AppendSeq(make([]Name, 0, len(touched)), maps.Keys(touched))

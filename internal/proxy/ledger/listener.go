@@ -91,7 +91,7 @@ func (r *Record) explain(c *reconcile.Cause) {
 	r.MoreObjects -= len(r.Objects)
 	r.addWhy(whyNode, d.Node != nil)
 	r.addWhy(whyRanges, d.ServiceCIDRs != nil)
-	r.addWhy(whyHost, d.HostAddrs != nil || d.HostNetworks != nil)
+	r.addWhy(whyHost, d.HostAddrs != nil || d.HostNetworks != nil || d.Link != nil)
 	r.addWhy(whyRest, c.Rest)
 	r.addWhy(whyRetry, c.Retry)
 	r.addWhy(whyRepair, c.Foreign > 0)

@@ -1,0 +1,211 @@
+package dataplane
+
+import (
+	"maps"
+	"net/netip"
+	"slices"
+	"strings"
+
+	"github.com/verdict-proxy/verdict/internal/system/ipfamily"
+	"github.com/verdict-proxy/verdict/sync/snapshot"
+)
+
+// Keep says to which nodes packets of clients from outside are forwarded untranslated, by a hash of the client. All
+// nodes that know the same endpoints and reach the same nodes give a client the same node.
+type Keep struct {
+	// Nodes have endpoints that serve clients from outside, sorted by Name; at least one is not Own. Failed neighbours are
+	// not among them.
+	Nodes []KeepNode
+	// ByAddr hashes the client's address alone, else its port, too.
+	ByAddr bool
+}
+
+// KeepNode is a node that has endpoints.
+type KeepNode struct {
+	Name string
+	// Addr is its address on the link of State.Device; the zero Addr for Own.
+	Addr netip.Addr
+	// Weight is the sum of its endpoints' weights, at least 1.
+	Weight uint32
+	// Own says that it is this node, which translates to its own endpoints.
+	Own bool
+}
+
+// NotKept says why a port does not keep its clients' addresses.
+type NotKept uint8
+
+// The reasons.
+const (
+	// KeptOrNotAsked: it does, or nobody asks for it, or externalTrafficPolicy is Local.
+	KeptOrNotAsked NotKept = iota
+	// NotKeptBackend: the node's backend or kernel cannot (Config.CannotKeep).
+	NotKeptBackend
+	// NotKeptDevice: no device of Ethernet has this node's address.
+	NotKeptDevice
+	// NotKeptOffLink: a node that has endpoints is behind a router, or an endpoint's node is unknown.
+	NotKeptOffLink
+	// NotKeptScheduled: IPVS chooses the Service's endpoints, or other Services serve it.
+	NotKeptScheduled
+	// NotKeptSlots: the Services of the namespace ask for too many slots (MaxSlotsPerNamespace).
+	NotKeptSlots
+	// NotKeptNowhere: it has no frontend from outside, or no endpoint.
+	NotKeptNowhere
+)
+
+var notKeptNames = [...]string{"", "backend", "device", "off-link", "scheduled", "slots", "nowhere"}
+
+// String returns a word for the reason; empty for KeptOrNotAsked.
+func (n NotKept) String() string { return notKeptNames[n] }
+
+// The numbers of slots among which clients are divided, by the number of nodes: at least ten for each, if there are
+// that many.
+const (
+	fewKeepSlots  = 61
+	someKeepSlots = 1021
+	manyKeepSlots = 4093
+	fewKeepNodes  = 6
+	someKeepNodes = 102
+)
+
+// KeepSizes are what Keep.Slots returns.
+var KeepSizes = [...]int{fewKeepSlots, someKeepSlots, manyKeepSlots}
+
+// Slots returns among how many slots clients are divided; 0 for nil.
+func (k *Keep) Slots() int {
+	switch {
+	case k == nil:
+		return 0
+	case len(k.Nodes) <= fewKeepNodes:
+		return fewKeepSlots
+	case len(k.Nodes) <= someKeepNodes:
+		return someKeepSlots
+	}
+	return manyKeepSlots
+}
+
+func (k *Keep) equal(o *Keep) bool {
+	return k == o || k != nil && o != nil && k.ByAddr == o.ByAddr && slices.Equal(k.Nodes, o.Nodes)
+}
+
+// reachable is where another node is on the link; the zero Addr if it is not. failed is snapshot.Neighbour's.
+type reachable struct {
+	addrs  ipfamily.Per[netip.Addr]
+	failed bool
+}
+
+// neighbours returns what matters to Services of a link: what the nodes' frames look like does not.
+func neighbours(l snapshot.Link) map[string]reachable {
+	if l.Device == "" {
+		return nil
+	}
+	out := make(map[string]reachable, len(l.Nodes))
+	for name, n := range l.Nodes {
+		out[name] = reachable{n.Addrs, n.Failed}
+	}
+	return out
+}
+
+// macsOf returns the link-layer addresses of all nodes, sorted and unique; nil without a device.
+func macsOf(l snapshot.Link) []snapshot.MAC {
+	if l.Device == "" {
+		return nil
+	}
+	var out []snapshot.MAC
+	for n := range maps.Values(l.Nodes) {
+		out = append(out, n.MACs...)
+	}
+	slices.SortFunc(out, func(a, b snapshot.MAC) int { return slices.Compare(a[:], b[:]) })
+	return slices.Compact(out)
+}
+
+// asksToKeep reports whether a Service's clients from outside are to keep their address.
+func (h *host) asksToKeep(svc *snapshot.Service) bool {
+	return !svc.ExternalLocal && (svc.ClientAddress == snapshot.ClientAddressKeep ||
+		svc.ClientAddress == snapshot.ClientAddressDefault && h.keep && len(svc.LoadBalancerIPs) > 0)
+}
+
+// keptRows returns the policy for the frontends with Kept of the port whose endpoints were collected.
+func (b *builder) keptRows(svc *snapshot.Service, sp *ServicePort, f ipfamily.Family, external []row) []row {
+	if b.keep(svc, sp, f) {
+		return b.policy(f, true, true, noFailover)
+	}
+	return external
+}
+
+// keep decides for the port whose endpoints were collected whether its clients from outside keep their address, and
+// marks the frontends. It reports whether this node translates what is its share.
+func (b *builder) keep(svc *snapshot.Service, sp *ServicePort, f ipfamily.Family) (here bool) {
+	if !b.host.asksToKeep(svc) {
+		return false
+	}
+	nodes, why := b.keepNodes(f)
+	switch {
+	case b.host.cannotKeep:
+		why = NotKeptBackend
+	case b.host.neighbours == nil:
+		why = NotKeptDevice
+	case b.scheduling != nil || b.backends != nil || b.own > 0:
+		why = NotKeptScheduled
+	}
+	if !slices.ContainsFunc(sp.Frontends, keepable) {
+		why = NotKeptNowhere
+	}
+	if sp.NotKept = why; why != KeptOrNotAsked {
+		return false
+	}
+	for i := range sp.Frontends {
+		sp.Frontends[i].Kept = keepable(sp.Frontends[i])
+	}
+	own := func(n KeepNode) bool { return n.Own }
+	here = slices.ContainsFunc(nodes, own)
+	if !here || len(nodes) > 1 {
+		sp.Keep = &Keep{Nodes: nodes, ByAddr: sp.Affinity > 0 || sp.Hash == HashAddr}
+	}
+	return here
+}
+
+// keepable reports whether a frontend is the same on all nodes, and for clients from outside.
+func keepable(f Frontend) bool { return f.Kind == LoadBalancerIP || f.Kind == ExternalIP }
+
+// keepNodes returns the nodes that have endpoints of one family for clients from outside, without those that have
+// failed. Each must be on the link.
+func (b *builder) keepNodes(f ipfamily.Family) ([]KeepNode, NotKept) {
+	ready := slices.ContainsFunc(b.candidates, func(c candidate) bool { return c.ready() && !c.drains() })
+	weights := map[string]uint32{}
+	for i := range b.candidates {
+		c := &b.candidates[i]
+		if c.drains() || !c.ready() && (ready || !c.terminating()) {
+			continue
+		}
+		weights[c.Node] += c.parts
+	}
+	nodes := make([]KeepNode, 0, len(weights))
+	for name, weight := range weights {
+		n, own := b.host.neighbours[name], name != "" && name == b.host.nodeName
+		switch {
+		case !own && !n.addrs[f].IsValid():
+			return nil, NotKeptOffLink
+		case !n.failed || own:
+			nodes = append(nodes, KeepNode{Name: name, Addr: n.addrs[f], Weight: weight, Own: own})
+		}
+	}
+	if len(nodes) == 0 {
+		return nil, NotKeptNowhere
+	}
+	slices.SortFunc(nodes, func(x, y KeepNode) int { return strings.Compare(x.Name, y.Name) })
+	return nodes, KeptOrNotAsked
+}
+
+// unkeep has the clients of a Service masqueraded that would be kept; it asks for too many slots.
+func (b *builder) unkeep(svc *snapshot.Service, sp *ServicePort) {
+	f := ipfamily.Of(sp.Frontends[0].Key.Addr)
+	routes := sp.routes(b.rows(svc, f, true))
+	for i := range sp.Frontends {
+		if fe := &sp.Frontends[i]; fe.Kept {
+			fe.Kept, fe.Routes, sp.NotKept = false, routes, NotKeptSlots
+		}
+	}
+	if sp.Keep = nil; !svc.InternalLocal {
+		sp.Local = poolNoEndpoints
+	}
+}
