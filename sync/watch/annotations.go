@@ -33,6 +33,7 @@ const (
 	nameLastResort       = "last-resort"
 	nameProbe            = "probe"
 	nameLimits           = "limits"
+	nameClientAddress    = "client-address"
 )
 
 // nameWeight is the annotation of an EndpointSlice.
@@ -43,9 +44,9 @@ const annotationCiliumWeight = "service.cilium.io/weight"
 
 // annotationNames are the names that an object of a kind may have after the domain.
 var annotationNames = map[string][]string{
-	"Service": {nameBackends, nameCounters, nameDrain, nameExternalFailover, nameLastResort, nameLimits, nameLocal,
-		nameProbe, nameRebalance, nameRecords, nameScheduler, nameSecondChance, nameSlowStart, nameWeights,
-		nameZoneDemand, nameZones},
+	"Service": {nameBackends, nameClientAddress, nameCounters, nameDrain, nameExternalFailover, nameLastResort,
+		nameLimits, nameLocal, nameProbe, nameRebalance, nameRecords, nameScheduler, nameSecondChance, nameSlowStart,
+		nameWeights, nameZoneDemand, nameZones},
 	"EndpointSlice": {nameWeight},
 }
 
@@ -78,6 +79,7 @@ func readServiceAnnotations(f *problemList, o *corev1.Service, s, last *snapshot
 	s.Local = a.local(s, was.Local)
 	s.LastResort = word(&a, nameLastResort, was.LastResort, snapshot.ParseLastResort, `neither "on" nor "off"`)
 	s.Probe = a.probe(o, was.Probe)
+	s.ClientAddress = a.clientAddress(s, was.ClientAddress)
 	a.unknown("Service")
 }
 
@@ -254,6 +256,17 @@ func (a *annotations) slowStart(s *snapshot.Service, last time.Duration) time.Du
 		return 0
 	}
 	return d
+}
+
+// clientAddress reads whether clients from outside keep their address, as they do anyway with externalTrafficPolicy
+// Local.
+func (a *annotations) clientAddress(s *snapshot.Service, last snapshot.ClientAddress) snapshot.ClientAddress {
+	c := word(a, nameClientAddress, last, snapshot.ParseClientAddress, `neither "keep" nor "masquerade"`)
+	if c != snapshot.ClientAddressDefault && s.ExternalLocal {
+		a.warn(fieldOf(annotationDomain+nameClientAddress), "it is ignored: externalTrafficPolicy is Local")
+		return snapshot.ClientAddressDefault
+	}
+	return c
 }
 
 // maxLimits bounds the text of limits.

@@ -23,11 +23,11 @@ var (
 		nameZoneDemand: "a=3", nameSlowStart: "30s", nameSecondChance: "off", nameDrain: "1m", nameExternalFailover: "pass",
 		nameCounters: "true", nameRecords: "off", nameRebalance: "10s", nameLimits: "rate=10",
 		nameBackends: `{"ports":[{"port":"http","to":[{"service":"db","port":1}]}]}`, nameLocal: "cache",
-		nameLastResort: "on", nameProbe: "http:/healthz"}
+		nameLastResort: "on", nameProbe: "http:/healthz", nameClientAddress: "keep"}
 	wrongAnnotations = map[string]string{nameScheduler: "rendom", nameWeights: "n1=x,n2", nameZones: "on",
 		nameZoneDemand: "a", nameSlowStart: "2h", nameSecondChance: "of", nameDrain: "30", nameLimits: "rate=0",
 		nameExternalFailover: "lcuster", nameCounters: "yes", nameRecords: "no", nameBackends: "x", nameRebalance: "on",
-		nameLocal: "other/cache", nameLastResort: "yes", nameProbe: "udp"}
+		nameLocal: "other/cache", nameLastResort: "yes", nameProbe: "udp", nameClientAddress: "kept"}
 )
 
 func annotated(in string, values map[string]string) *corev1.Service {

@@ -40,6 +40,9 @@ type Files struct {
 	Path string
 	// NodeName is the name of the Node to read; empty means none.
 	NodeName string
+	// Nodes, if not nil, gets the addresses of all other Nodes, by name, before the objects: once, and whenever they
+	// differ. Without it, other Nodes are not read. The map is not changed afterwards.
+	Nodes func(map[string][]netip.Addr)
 	// Report gets errors, mostly a *Problem; nil drops them. Calls do not overlap.
 	Report func(error)
 	// Notice gets what went well after the start, in a sentence: changes that were passed on, and files that can be used
@@ -77,6 +80,9 @@ const (
 func (f *Files) Run(ctx context.Context, sink Sink) error {
 	d := newManifestDir(f.Path, f.NodeName, serialized(f.Report))
 	d.patience = cmp.Or(f.patience, patience)
+	if f.Nodes != nil {
+		d.reader.nodeName, d.others = anyNode, f.Nodes
+	}
 	if f.Notice != nil {
 		d.notice = f.Notice
 	}
@@ -194,10 +200,13 @@ func Load(ctx context.Context, path, nodeName string) (*snapshot.Snapshot, []err
 // manifestDir is the state of a Files source: the content of each file, what was published to the sink, and what has
 // changed since.
 type manifestDir struct {
-	path   string
-	reader *reader
-	report func(error)
-	notice func(string)
+	path string
+	// nodeName is Files.NodeName, and others Files.Nodes.
+	nodeName string
+	others   func(map[string][]netip.Addr)
+	reader   *reader
+	report   func(error)
+	notice   func(string)
 	// watcher is nil if the files are read only once.
 	watcher *inotify
 	fileSystems
@@ -235,7 +244,7 @@ type manifestDir struct {
 
 func newManifestDir(path, nodeName string, report func(error)) *manifestDir {
 	return &manifestDir{
-		path: path, reader: newReader(nodeName), report: report, notice: func(string) {}, allDirty: true,
+		path: path, nodeName: nodeName, reader: newReader(nodeName), report: report, notice: func(string) {}, allDirty: true,
 		published:   &content{},
 		fileSystems: fileSystems{patience: patience},
 		files:       map[string]*manifest{}, reported: map[string]bool{}, dirty: map[string]bool{},
@@ -442,12 +451,14 @@ type content struct {
 	services map[snapshot.Name]*snapshot.Service
 	slices   map[snapshot.Name]*snapshot.Slice
 	node     *snapshot.Node // nil if there is none
+	others   map[string][]netip.Addr
 	cidrs    []netip.Prefix
 }
 
 // merge merges the files. The first file by name wins, and within a file the first object.
 func (d *manifestDir) merge() *content {
-	c := &content{services: map[snapshot.Name]*snapshot.Service{}, slices: map[snapshot.Name]*snapshot.Slice{}}
+	c := &content{services: map[snapshot.Name]*snapshot.Service{}, slices: map[snapshot.Name]*snapshot.Slice{},
+		others: map[string][]netip.Addr{}}
 	owner := map[objectKey]place{}
 	endpoints := map[string][]*object{} // by file
 	conflicts := map[string]bool{}
@@ -473,7 +484,11 @@ func (d *manifestDir) merge() *content {
 					endpoints[name] = append(endpoints[name], &o)
 				}
 			case *snapshot.Node:
-				c.node = v
+				if v.Name == d.nodeName {
+					c.node = v
+				} else {
+					c.others[v.Name] = v.Addresses
+				}
 			case *[]netip.Prefix:
 				cidrs = append(cidrs, v)
 			}
@@ -559,7 +574,11 @@ func (d *manifestDir) file(name string) string {
 
 // publish puts what has changed into sink, and returns it.
 func (d *manifestDir) publish(sink Sink) snapshot.Delta {
+	before := d.published.others
 	delta := d.delta()
+	if now := d.published.others; d.others != nil && (before == nil || !maps.EqualFunc(before, now, slices.Equal)) {
+		d.others(now)
+	}
 	if !delta.Empty() {
 		sink.Put(delta)
 	}

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"io/fs"
+	"net/netip"
 	"os"
 	"path/filepath"
 	"reflect"
@@ -205,6 +206,33 @@ func TestFilesFollowsADirectory(t *testing.T) {
 	must(t, os.Symlink("a.yaml", in("z.yaml")))
 	v.wantProblems(in("z.yaml") +
 		":1: Service default/web: duplicate: the one in " + in("a.yaml") + ":1 counts")
+}
+
+// TestFilesOtherNodes: the addresses of other Nodes are passed on before the objects, and when they differ.
+func TestFilesOtherNodes(t *testing.T) {
+	dir, got := t.TempDir(), make(chan map[string][]netip.Addr, 9)
+	node := func(name, address string) string {
+		return fmt.Sprintf(`{"apiVersion":"v1","kind":"Node","metadata":{"name":%q},`+
+			`"status":{"addresses":[{"type":"InternalIP","address":%q}]}}`, name, address)
+	}
+	write(t, filepath.Join(dir, "a.json"), node("n1", "192.0.2.1"))
+	write(t, filepath.Join(dir, "b.json"), node("n2", "192.0.2.2"))
+	v := start(t, func(report func(error)) source {
+		return &Files{Path: dir, NodeName: "n1", Report: report, Nodes: func(m map[string][]netip.Addr) { got <- m }}
+	})
+	v.await("the first reading", func() bool { return v.synced == 1 })
+	if m := <-got; len(m) != 1 || !slices.Equal(m["n2"], ips("192.0.2.2")) || v.snap.Node.Name != "n1" {
+		t.Errorf("%v, this node is %+v", m, v.snap.Node)
+	}
+	write(t, filepath.Join(dir, "a.json"), node("n1", "192.0.2.9"))
+	v.await("this node's address", func() bool { return slices.Equal(v.snap.Node.Addresses, ips("192.0.2.9")) })
+	if len(got) > 0 {
+		t.Errorf("no other Node differs: %v", <-got)
+	}
+	must(t, os.Remove(filepath.Join(dir, "b.json")))
+	if m := <-got; len(m) != 0 {
+		t.Errorf("%v", m)
+	}
 }
 
 // A file counts when its writer closes it: not while it is empty, and not while half of it is there.

@@ -45,6 +45,10 @@ type Kubernetes struct {
 	NodeName string
 	// PodNames reads the names of endpoints' pods.
 	PodNames bool
+	// Nodes, if not nil, gets the addresses of all other Nodes, by name, and again whenever they differ, once NodesWanted is
+	// closed: all Nodes are much to read and to watch. The map is not changed afterwards.
+	Nodes       func(map[string][]netip.Addr)
+	NodesWanted <-chan struct{}
 	// Report gets a *Problem of an object, or an error of the connection, which is reported once and then at most every
 	// five minutes. Nil drops them. Calls do not overlap.
 	Report func(error)
@@ -166,8 +170,12 @@ var QuietClientGo = sync.OnceFunc(func() { klog.SetLogger(klog.Logger{}) })
 func (k *Kubernetes) Run(ctx context.Context, sink Sink) error {
 	report := serialized(k.Report)
 	ctx = klog.NewContext(ctx, klog.Logger{})
+	resources := k.resources(sink, report)
+	if k.Nodes != nil {
+		resources = append(resources, k.otherNodes(report))
+	}
 	var reflectors []*cache.Reflector
-	for _, res := range k.resources(sink, report) {
+	for _, res := range resources {
 		client, err := k.client(res.gv)
 		if err != nil {
 			return fmt.Errorf("watch Kubernetes: %w", err)
@@ -176,11 +184,37 @@ func (k *Kubernetes) Run(ctx context.Context, sink Sink) error {
 		reflectors = append(reflectors, l.reflector())
 	}
 	var all sync.WaitGroup
-	for _, r := range reflectors {
-		all.Go(func() { r.RunWithContext(ctx) })
+	for i, r := range reflectors {
+		all.Go(func() {
+			if wanted := resources[i].wanted; wanted != nil {
+				select {
+				case <-wanted:
+				case <-ctx.Done():
+					return
+				}
+			}
+			r.RunWithContext(ctx)
+		})
 	}
 	all.Wait()
 	return nil
+}
+
+// otherNodes returns what to watch for Nodes. It keeps their addresses.
+func (k *Kubernetes) otherNodes(report func(error)) resource {
+	c := &converter{}
+	nodes := newStore(withoutLast(c.node), func(a, b *snapshot.Node) bool { return slices.Equal(a.Addresses, b.Addresses) },
+		report, func() {})
+	nodes.put = func(map[snapshot.Name]*snapshot.Node) {
+		others := make(map[string][]netip.Addr, len(nodes.known))
+		for name, n := range nodes.known {
+			if name.Name != k.NodeName {
+				others[name.Name] = n.Addresses
+			}
+		}
+		k.Nodes(others)
+	}
+	return resource{gv: corev1.SchemeGroupVersion, name: "nodes", object: &corev1.Node{}, store: nodes, wanted: k.NodesWanted}
 }
 
 // resources returns what to watch. The selectors are kube-proxy's.
@@ -212,15 +246,15 @@ func (k *Kubernetes) resources(sink Sink, report func(error)) []resource {
 	resources := []resource{
 		{corev1.SchemeGroupVersion, "services", &corev1.Service{}, services, metav1.ListOptions{
 			LabelSelector: "!" + labelProxyName, FieldSelector: "spec.clusterIP!=" + corev1.ClusterIPNone,
-		}, nil},
+		}, nil, nil},
 		{discoveryv1.SchemeGroupVersion, "endpointslices", &discoveryv1.EndpointSlice{}, endpointSlices, metav1.ListOptions{
 			LabelSelector: "!" + labelHeadless,
-		}, nil},
+		}, nil, nil},
 		{corev1.SchemeGroupVersion, "nodes", &corev1.Node{}, nodes, metav1.ListOptions{
 			FieldSelector: fields.OneTermEqualSelector(metav1.ObjectNameField, k.NodeName).String(),
-		}, nil},
+		}, nil, nil},
 		{networkingv1.SchemeGroupVersion, "servicecidrs", &networkingv1.ServiceCIDR{}, cidrs, metav1.ListOptions{},
-			cidrs.complete},
+			cidrs.complete, nil},
 	}
 	return resources
 }
@@ -258,6 +292,8 @@ type resource struct {
 	selectors metav1.ListOptions
 	// onRefused is called when the server refuses the resource for good; nil means that the resource is required.
 	onRefused func()
+	// wanted has it watched only once it is closed; nil means at once.
+	wanted <-chan struct{}
 }
 
 func samePrefixes(a, b *[]netip.Prefix) bool { return slices.Equal(*a, *b) }

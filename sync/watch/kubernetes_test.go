@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"net"
 	"net/http"
+	"net/netip"
 	"net/url"
 	"os"
 	"os/exec"
@@ -99,6 +100,35 @@ func TestKubernetes(t *testing.T) {
 }
 
 // TestKubernetesMissing: while a resource is refused, it is what is missing, and the requests say so.
+// TestOtherNodes: the addresses of other Nodes are read once somebody wants them, and followed then.
+func TestOtherNodes(t *testing.T) {
+	both(t, func(t *testing.T, s *apiServer) {
+		other := apiNode("a")
+		other.Name = "n2"
+		other.Status.Addresses = []corev1.NodeAddress{{Type: corev1.NodeInternalIP, Address: "192.0.2.2"}}
+		s.set(apiNode("a"), other)
+		wanted, got := make(chan struct{}), make(chan map[string][]netip.Addr, 9)
+		v := start(t, func(report func(error)) source {
+			return &Kubernetes{Config: s.config(), NodeName: "n1", Report: report, NodesWanted: wanted,
+				Nodes: func(m map[string][]netip.Addr) { got <- m }}
+		})
+		v.await("first lists", func() bool { return v.synced == 1 })
+		if len(got) > 0 {
+			t.Errorf("nobody wants %v", <-got)
+		}
+		close(wanted)
+		if m := <-got; len(m) != 1 || !slices.Equal(m["n2"], ips("192.0.2.2")) {
+			t.Errorf("%v", m)
+		}
+		other = other.DeepCopy()
+		other.Status.Addresses[0].Address = "192.0.2.3"
+		s.set(other)
+		if m := <-got; len(m) != 1 || !slices.Equal(m["n2"], ips("192.0.2.3")) {
+			t.Errorf("another address: %v", m)
+		}
+	})
+}
+
 func TestKubernetesMissing(t *testing.T) {
 	s := newAPIServer(t, true)
 	s.set(named("web", "10.96.0.1"), apiSlice(), apiNode("a"))

@@ -46,7 +46,7 @@ func (p *Pods) Run(ctx context.Context, put func(map[snapshot.Name]*Pod)) error 
 	s.put = put
 	res := resource{corev1.SchemeGroupVersion, "pods", &corev1.Pod{}, s, metav1.ListOptions{
 		FieldSelector: fields.OneTermEqualSelector("spec.nodeName", p.NodeName).String(),
-	}, func() {}}
+	}, func() {}, nil}
 	ctx = klog.NewContext(ctx, klog.Logger{})
 	(&lister{resource: res, client: client, report: report}).reflector().RunWithContext(ctx)
 	return nil

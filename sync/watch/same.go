@@ -21,6 +21,7 @@ func sameService(a, b *snapshot.Service) bool {
 		a.SecondChance == b.SecondChance && a.LastResort == b.LastResort && a.Probe == b.Probe &&
 		a.Drain == b.Drain && a.Rebalance == b.Rebalance && a.SlowStart == b.SlowStart &&
 		a.ExternalFailover == b.ExternalFailover && a.Local == b.Local && a.Limits == b.Limits &&
+		a.ClientAddress == b.ClientAddress &&
 		sameScheduling(a.Scheduling, b.Scheduling) && sameBackends(a.Backends, b.Backends)
 }
 

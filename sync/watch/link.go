@@ -1,0 +1,280 @@
+package watch
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"maps"
+	"net/netip"
+	"slices"
+	"sync"
+	"time"
+
+	"github.com/vishvananda/netlink"
+	"github.com/vishvananda/netns"
+
+	"github.com/verdict-proxy/verdict/internal/system/ipfamily"
+	"github.com/verdict-proxy/verdict/sync/snapshot"
+)
+
+// Link is a source of the other nodes as neighbours of this host: which of them it reaches without a router, by which
+// link-layer addresses, and whether they answer. It does nothing until Ask says that somebody needs it.
+//
+// It has the kernel ask the neighbours, by ARP or NDP, and reads the kernel's table: that takes no raw sockets.
+type Link struct {
+	// Own returns this node's own addresses, the preferred one first. Safe for concurrent use.
+	Own func() []netip.Addr
+	// Namespace is a handle of the network namespace, which must stay open; nil means the one Run is called in.
+	Namespace *netns.NsHandle
+	// Report gets errors that are retried, each once; nil drops them. Calls do not overlap.
+	Report func(error)
+
+	mu    sync.Mutex
+	asked bool
+	// nodes are the addresses of all other nodes, by name; nil until SetNodes.
+	nodes map[string][]netip.Addr
+	news  chan struct{}
+}
+
+const (
+	// linkPause is how often neighbours are asked, and linkShare how much later for each of them: no host sends or
+	// answers more than 200 questions a second, however large the segment is.
+	linkPause = 500 * time.Millisecond
+	linkShare = 5 * time.Millisecond
+	// A neighbour has failed that did not answer linkMisses questions in a row; after linkHits answers it is back.
+	linkMisses, linkHits = 3, 2
+	// maxMACs bounds the link-layer addresses that are remembered of a node.
+	maxMACs = 4
+)
+
+// NewLink returns a Link. Own and report are its fields.
+func NewLink(own func() []netip.Addr, report func(error)) *Link {
+	return &Link{Own: own, Report: report, news: make(chan struct{}, 1)}
+}
+
+// SetNodes replaces the addresses of the other nodes, by name. The map is not changed afterwards.
+func (l *Link) SetNodes(nodes map[string][]netip.Addr) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.nodes = nodes
+	l.wake()
+}
+
+// Ask says whether anybody needs to know the neighbours.
+func (l *Link) Ask(asked bool) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if l.asked != asked {
+		l.asked = asked
+		l.wake()
+	}
+}
+
+func (l *Link) wake() {
+	select {
+	case l.news <- struct{}{}:
+	default:
+	}
+}
+
+// Run puts the Link into sink whenever it differs, until ctx is done; then it returns nil.
+func (l *Link) Run(ctx context.Context, sink Sink) error {
+	sink.Synced()
+	report, told := serialized(l.Report), ""
+	known := map[string]*neighbour{}
+	var last snapshot.Link
+	for pause := time.Duration(0); ; {
+		var tick <-chan time.Time
+		if pause > 0 {
+			tick = time.After(pause)
+		}
+		select {
+		case <-ctx.Done():
+			return nil
+		case <-l.news:
+		case <-tick:
+		}
+		l.mu.Lock()
+		asked, nodes := l.asked && l.nodes != nil, l.nodes
+		l.mu.Unlock()
+		var now snapshot.Link
+		pause = 0
+		if asked {
+			pause = max(linkPause, time.Duration(len(nodes))*linkShare)
+			var err error
+			if now, err = l.look(nodes, known); err != nil {
+				if told != err.Error() {
+					told = err.Error()
+					report(fmt.Errorf("neighbours: %w; retrying", err))
+				}
+				continue // what was known stays
+			}
+			told = ""
+		}
+		if !now.Equal(last) {
+			last = now
+			sink.Put(snapshot.Delta{Link: &now})
+		}
+	}
+}
+
+// neighbour is what is remembered of a node.
+type neighbour struct {
+	macs []snapshot.MAC
+	// asked says that it was asked at the last look. Of the questions since its last answer, misses are without one; hits
+	// are answers since the last miss.
+	asked        bool
+	misses, hits int
+	failed       bool
+}
+
+// look reads the kernel's table, takes what it says of each node, and has the kernel ask all of them again.
+func (l *Link) look(nodes map[string][]netip.Addr, known map[string]*neighbour) (out snapshot.Link, err error) {
+	handle, err := l.handle()
+	if err != nil {
+		return out, err
+	}
+	defer handle.Close()
+	device, networks, err := ethernetOf(handle, l.Own())
+	if err != nil || device == nil {
+		return out, err
+	}
+	entries, err := handle.NeighList(device.Attrs().Index, netlink.FAMILY_ALL)
+	if err != nil && !errors.Is(err, netlink.ErrDumpInterrupted) {
+		return out, err
+	}
+	table := make(map[netip.Addr]*netlink.Neigh, len(entries))
+	for i := range entries {
+		if a, ok := netip.AddrFromSlice(entries[i].IP); ok {
+			table[a.Unmap()] = &entries[i]
+		}
+	}
+	maps.DeleteFunc(known, func(name string, _ *neighbour) bool { return nodes[name] == nil })
+	out = snapshot.Link{Device: device.Attrs().Name, Nodes: make(map[string]snapshot.Neighbour, len(nodes))}
+	answers := false
+	for name, addrs := range nodes {
+		n := known[name]
+		if n == nil {
+			n = &neighbour{}
+			known[name] = n
+		}
+		at := onLink(addrs, networks)
+		n.learn(at, table)
+		asks := at[ipfamily.IPv4]
+		if !asks.IsValid() {
+			asks = at[ipfamily.IPv6]
+		}
+		if asks.IsValid() {
+			n.judge(table[asks])
+			n.asked = true
+			err = errors.Join(err, askNeighbour(handle, device.Attrs().Index, asks, table[asks]))
+			answers = answers || !n.failed
+		}
+		out.Nodes[name] = snapshot.Neighbour{Addrs: at, MACs: n.macs, Failed: n.failed}
+	}
+	if !answers { // then it is this host that is cut off, or nobody has been asked
+		for name, n := range out.Nodes {
+			n.Failed = false
+			out.Nodes[name] = n
+		}
+	}
+	return out, err
+}
+
+func (l *Link) handle() (*netlink.Handle, error) { return (&Host{Namespace: l.Namespace}).handle() }
+
+// ethernetOf returns the device that has the first of some addresses that is on any, and the networks of its addresses.
+// It is nil if there is none, or if that device is not one of Ethernet.
+func ethernetOf(handle *netlink.Handle, own []netip.Addr) (device netlink.Link, networks []netip.Prefix, err error) {
+	list, err := handle.AddrList(nil, netlink.FAMILY_ALL)
+	if err != nil {
+		return nil, nil, err
+	}
+	index := 0
+	for _, want := range own {
+		i := slices.IndexFunc(list, func(a netlink.Addr) bool { return a.IPNet != nil && a.IP.Equal(want.AsSlice()) })
+		if i >= 0 {
+			index = list[i].LinkIndex
+			break
+		}
+	}
+	if index == 0 {
+		return nil, nil, nil
+	}
+	if device, err = handle.LinkByIndex(index); err != nil {
+		return nil, nil, err
+	}
+	if a := device.Attrs(); a.EncapType != "ether" || len(a.HardwareAddr) != len(snapshot.MAC{}) {
+		return nil, nil, nil
+	}
+	for _, a := range list {
+		if p, ok := prefixFrom(a.IPNet); ok && a.LinkIndex == index && !p.IsSingleIP() {
+			networks = append(networks, p)
+		}
+	}
+	return device, networks, nil
+}
+
+// onLink returns of each family the first address that lies in one of the networks.
+func onLink(addrs []netip.Addr, networks []netip.Prefix) (at ipfamily.Per[netip.Addr]) {
+	for _, a := range addrs {
+		f := ipfamily.Of(a)
+		if !at[f].IsValid() && slices.ContainsFunc(networks, func(p netip.Prefix) bool { return p.Contains(a) }) {
+			at[f] = a
+		}
+	}
+	return at
+}
+
+// noAnswer are the states of an entry whose link-layer address the kernel does not know.
+const noAnswer = netlink.NUD_INCOMPLETE | netlink.NUD_FAILED
+
+// learn remembers the link-layer addresses by which a node's addresses are reached, the last maxMACs: also those of
+// entries that are gone, since frames of that node may still be on their way.
+func (n *neighbour) learn(at ipfamily.Per[netip.Addr], table map[netip.Addr]*netlink.Neigh) {
+	for _, a := range at {
+		e := table[a]
+		if e == nil || e.State&noAnswer != 0 || len(e.HardwareAddr) != len(snapshot.MAC{}) {
+			continue
+		}
+		mac := snapshot.MAC(e.HardwareAddr)
+		if i, found := slices.BinarySearchFunc(n.macs, mac, compareMACs); !found {
+			n.macs = slices.Insert(slices.Clone(n.macs), i, mac)
+		}
+		if len(n.macs) > maxMACs {
+			n.macs = []snapshot.MAC{mac}
+		}
+	}
+}
+
+func compareMACs(a, b snapshot.MAC) int { return slices.Compare(a[:], b[:]) }
+
+// judge takes the answer to the question that was asked at the last look.
+func (n *neighbour) judge(e *netlink.Neigh) {
+	switch {
+	case !n.asked:
+	case e != nil && e.State&(netlink.NUD_REACHABLE|netlink.NUD_PERMANENT|netlink.NUD_NOARP) != 0:
+		n.misses = 0
+		if n.hits++; n.hits >= linkHits {
+			n.failed = false
+		}
+	default:
+		n.hits = 0
+		if n.misses++; n.misses >= linkMisses {
+			n.failed = true
+		}
+	}
+}
+
+// askNeighbour has the kernel ask a neighbour, also if it has an answer that it would use for half a minute. An entry that is
+// being asked again is used meanwhile.
+func askNeighbour(handle *netlink.Handle, index int, a netip.Addr, e *netlink.Neigh) error {
+	if e != nil && e.State&(netlink.NUD_PERMANENT|netlink.NUD_NOARP) != 0 {
+		return nil
+	}
+	question := netlink.Neigh{LinkIndex: index, IP: a.AsSlice(), Flags: netlink.NTF_USE}
+	if e != nil && e.State&noAnswer == 0 && e.State != netlink.NUD_NONE {
+		question.Flags, question.State, question.HardwareAddr = 0, netlink.NUD_PROBE, e.HardwareAddr
+	}
+	return handle.NeighSet(&question)
+}
