@@ -181,7 +181,7 @@ func (m *Model) wanted(found *ipfamily.Per[Found], stale *Stale) (out ipfamily.P
 			}
 		}
 		for i := range out {
-			out[i][SettingsSet] = settingElements(m.settings)
+			out[i][SettingsSet], out[i][NodeMACs] = settingElements(m.settings), macElements(m.macs)
 		}
 	}
 	return out
@@ -189,7 +189,7 @@ func (m *Model) wanted(found *ipfamily.Per[Found], stale *Stale) (out ipfamily.P
 
 // shared are the sets whose elements belong to no Service alone.
 var shared = [...]SetID{Addresses, SourceKinds, Picks, SplitPicks, PoolPicks, Kinds, Sources, Timeouts, ClientRates,
-	ServiceCIDRs, SharedRanges, Hairpin, SettingsSet}
+	ServiceCIDRs, SharedRanges, Hairpin, SettingsSet, NodeMACs}
 
 // trees are the sets for which IsTree is true, in the order of treeRanges.
 var trees = [...]SetID{ServiceCIDRs, SharedRanges}
@@ -544,7 +544,7 @@ func (e *Element) slots() (set SetID, n uint32) {
 
 // IsWhole reports whether Whole knows all elements of a set.
 func (s SetID) IsWhole() bool {
-	return setsByID[s].Interval || setsByID[s].Verdicts || s == SettingsSet
+	return setsByID[s].Interval || setsByID[s].Verdicts || s == SettingsSet || s == NodeMACs
 }
 
 // Whole returns all elements that a set of ranges, of settings or of verdicts should hold, in the order of Families.
@@ -552,6 +552,8 @@ func (m *Model) Whole(set SetID) (out ipfamily.Per[[]Element]) {
 	switch {
 	case set == SettingsSet:
 		return ipfamily.Per[[]Element]{settingElements(m.settings), settingElements(m.settings)}
+	case set == NodeMACs:
+		return ipfamily.Per[[]Element]{macElements(m.macs), macElements(m.macs)}
 	case setsByID[set].Verdicts:
 		for i := range out {
 			out[i] = VerdictElements(slices.Collect(maps.Keys(m.tables[i].chains)))[set]

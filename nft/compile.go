@@ -23,6 +23,8 @@ const (
 	numPools
 	// sourcesOf is no pool: it names a Service's source ranges.
 	sourcesOf = numPools
+	// keptPool is that of the nodes among which clients are divided that keep their address.
+	keptPool = numPools + 1
 )
 
 // service is one Service, compiled for our tables.
@@ -78,7 +80,9 @@ type port struct {
 	fullClients []netip.Addr
 	// crowded says that so many frontends lead to its pools that their classes are in Pools.
 	crowded bool
-	pools   [numPools]pool
+	// kept is how it divides clients that keep their address.
+	kept  kept
+	pools [numPools]pool
 	// local are the addresses of endpoints on this node, sorted.
 	local     []netip.Addr
 	frontends []frontend
@@ -118,6 +122,8 @@ type frontend struct {
 	retry bool
 	// clusterIP says that it is at a cluster IP of its Service.
 	clusterIP bool
+	// kept says that its clients keep their address.
+	kept bool
 }
 
 // indirect says that the frontend leads to split or restrict first.
@@ -171,6 +177,7 @@ func compilePort(sp *dataplane.ServicePort, limit int) *port {
 		p.frontends[i] = compileFrontend(sp, &sp.Frontends[i])
 	}
 	p.crowded = len(p.frontends) > directFrontends
+	p.kept = compileKept(p.id, sp.Keep)
 	p.markUsed()
 	for i, from := range [numPools]*dataplane.Pool{sp.Cluster, sp.Local, failoverOf(sp), sp.Cluster, sp.Local} {
 		pl := &p.pools[i]
@@ -186,7 +193,7 @@ func compilePort(sp *dataplane.ServicePort, limit int) *port {
 		case i >= int(scheduledCluster):
 			pl.verdict = LeftToIPVS
 		case len(from.Endpoints) > 0:
-			pl.fill(poolID{p.id, poolIndex(i)}, from.Endpoints, sp.Hash, limit)
+			pl.fill(poolID{port: p.id, pool: poolIndex(i)}, from.Endpoints, sp.Hash, limit)
 			pl.refused = from.Refused
 		case from.Empty == dataplane.Drop:
 			pl.verdict = NoLocalEndpoints
@@ -210,6 +217,7 @@ func compileFrontend(sp *dataplane.ServicePort, f *dataplane.Frontend) frontend 
 	node, out := f.Route(dataplane.Node), f.Route(dataplane.Anyone)
 	scheduled := sp.Scheduled(f)
 	c := frontend{key: f.Key, clusterIP: f.Kind == dataplane.ClusterIP, restricted: f.Sources != nil,
+		kept:   f.Kept,
 		retry:  retries(sp, node.Pool, out.Pool, scheduled != nil),
 		inside: poolOf(sp, node.Pool, scheduled), outside: poolOf(sp, out.Pool, scheduled)}
 	switch {
@@ -370,7 +378,7 @@ func (p *port) memberElement(i poolIndex, ep netip.AddrPort) Element {
 }
 
 // perFrontend is how many elements a frontend has at most, one in each of as many sets.
-const perFrontend = 8
+const perFrontend = 9
 
 // elements returns a frontend's elements, each in another set.
 func (p *port) elements(f *frontend, out *[perFrontend]Element) []Element {
@@ -413,6 +421,9 @@ func (p *port) elements(f *frontend, out *[perFrontend]Element) []Element {
 		e.Comment = p.comment
 		list = append(list, e)
 	}
+	if f.kept && p.kept.used() {
+		list = append(list, p.keptFrontend(f.key))
+	}
 	if f.retry {
 		e := frontendElement(RetryServices, f.key)
 		e.Comment = p.comment
@@ -429,7 +440,7 @@ func (p *port) sameElements(o *port) bool {
 			return false
 		}
 	}
-	return p.counting.frontends() == o.counting.frontends() && p.sourceID == o.sourceID && p.timeout > 0 == (o.timeout > 0)
+	return p.kept.id == o.kept.id && p.kept.class == o.kept.class && p.counting.frontends() == o.counting.frontends() && p.sourceID == o.sourceID && p.timeout > 0 == (o.timeout > 0)
 }
 
 // eachAddress calls do for what a Service itself needs of each address; its frontends need more.
@@ -450,7 +461,7 @@ func (s *service) size() (n int) {
 		n += len(s.sources[i].ranges)
 	}
 	for _, p := range s.ports {
-		n += 2 * len(p.frontends)
+		n += 2*len(p.frontends) + len(p.kept.nodes) + len(p.kept.slots)
 		for i := range p.pools {
 			n += 1 + len(p.pools[i].slots) + len(p.pools[i].unhealthy) + len(p.fullClientsOf(poolIndex(i)))
 		}

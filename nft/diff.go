@@ -37,8 +37,11 @@ type slotsKey struct {
 
 // globals takes over what all Services share, but for the trees.
 func (p *planner) globals(s *dataplane.State) {
+	if p.m.structureOf(s, ipfamily.IPv4).Device != p.m.tables[0].structure.Device {
+		p.leaveIngress()
+	}
 	for i, f := range ipfamily.All {
-		tm, wanted := &p.m.tables[i], StructureOf(s, f)
+		tm, wanted := &p.m.tables[i], p.m.structureOf(s, f)
 		wanted.Uses = tm.structure.Uses
 		tm.restructure(f, wanted)
 	}
@@ -88,6 +91,9 @@ func (p *planner) structures() {
 			}
 		}
 		slices.SortFunc(kept, compareChains)
+		if was.Device != is.Device && was.Device != "" { // its table goes, and all that is in it
+			was.Device, p.txn.Tables[i].DropIngress = "", true
+		}
 		p.rewrite(f, TableOf(f, was, kept).Chains, TableOf(f, is, kept).Chains)
 		p.txn.Tables[i].changeSets(was.sets(), is.sets())
 	}
@@ -145,9 +151,32 @@ type treeRanges [len(trees)][]netip.Prefix
 func rangesOf(s *dataplane.State) treeRanges { return treeRanges{s.ServiceCIDRs, s.SharedRanges} }
 
 // shared takes over the elements that belong to no Service.
-func (p *planner) shared(ranges treeRanges, settings []string) {
-	p.trees(ranges)
-	p.settings(settings)
+func (p *planner) shared(s *dataplane.State) {
+	p.trees(rangesOf(s))
+	p.settings(s.Settings)
+	if p.m.tables[0].structure.Device != "" {
+		p.macs(s.NodeMACs)
+	}
+}
+
+// structureOf returns what a state asks of a family's table, except what follows from its elements.
+func (m *Model) structureOf(s *dataplane.State, f ipfamily.Family) Structure {
+	out := StructureOf(s, f)
+	if m.NoIngress {
+		out.Device = ""
+	}
+	return out
+}
+
+// compile compiles a Service for the tables as they are.
+func (p *planner) compile(s *dataplane.Service) *service {
+	out := compileService(s, p.m.quota())
+	if p.m.tables[0].structure.Device == "" {
+		for _, q := range out.ports {
+			q.kept = kept{}
+		}
+	}
+	return out
 }
 
 func (p *planner) trees(now treeRanges) {

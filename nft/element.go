@@ -5,6 +5,7 @@ import (
 	"encoding/binary"
 	"fmt"
 	"math/bits"
+	"net"
 	"net/netip"
 	"slices"
 	"strconv"
@@ -324,6 +325,8 @@ func fieldValue(field Field, b []byte, order binary.ByteOrder) string {
 	case SourceAddr, DestAddr:
 		a, _ := netip.AddrFromSlice(b)
 		return a.String()
+	case EtherSource:
+		return net.HardwareAddr(b).String()
 	case L4Proto:
 		return snapshot.Protocol(b[0]).String()
 	case DestPort, SourcePort:

@@ -71,6 +71,13 @@ const (
 	LimitedBuckets
 	FullPools
 	FullClients
+	KeptServices
+	KeptSlots
+	KeptNodes
+	KeptOwn
+	KeptFlows
+	KeptFragments
+	NodeMACs
 	// NumSets is how many there are.
 	NumSets
 )
@@ -85,6 +92,7 @@ var setNames = [...]string{
 	"accepted", "forsaken", "retried", "refused-shares", "rate-limits", "limited-pools",
 	"dropping-pools", "client-limits", "client-rates", "limited-clients", "limited-buckets",
 	"full-pools", "full-clients",
+	"kept", "kept-slots", "kept-nodes", "kept-own", "kept-flows", "kept-fragments", "node-macs",
 }
 
 func (s SetID) String() string { return setNames[s] }
@@ -94,7 +102,9 @@ func (s SetID) String() string { return setNames[s] }
 func (s SetID) isBookkeeping() bool { return s == RevisionSet || s == DigestSet || s.IsDynamic() }
 
 // IsDynamic reports whether rules write to a set, so that its elements come and go at any time.
-func (s SetID) IsDynamic() bool { return s == Affinity || s.ComesLater() }
+func (s SetID) IsDynamic() bool {
+	return s == Affinity || s.ComesLater() || s == KeptFlows || s == KeptFragments
+}
 
 // EvidenceSets are the sets of evidence, which a table has only while Structure.Evidence is set.
 var EvidenceSets = [...]SetID{Unanswered, Refused, AnsweredBy, Accepted, Forsaken, Retried}
@@ -183,6 +193,14 @@ const (
 	RecordResetsInput
 	OverLimit
 	RatedPool
+	KeepIngress
+	KeepForward
+	KeepSend
+	KeepShare
+	KeepShareAgain
+	KeepKnown
+	KeepFlow
+	KeepFragments
 	numFixedChains
 	// Pick chains choose one of N endpoints; UncountedPick chains choose among endpoints without counters.
 	Pick ChainKind = iota
@@ -217,7 +235,8 @@ var chainNames = [...]string{
 	"from-sticky-both", "masquerade-cluster-ip", "masquerade-all", "masquerade-node", "left-to-ipvs", "pass-on",
 	"first-endpoint", "uncounted-first-endpoint",
 	"refused", "answers", "unanswered", "evidence", "evidence-input", "record-resets", "record-resets-input", "over-limit",
-	"limited-pool", "",
+	"limited-pool",
+	"ingress", "forward-on", "send", "share", "share-again", "known-flow", "flow", "fragments", "",
 	"pick", "uncounted-pick", "sticky", "remember", "client-limit", "hash", "uncounted-hash", "hash-port",
 	"uncounted-hash-port", "sticky-hash",
 }
@@ -286,6 +305,8 @@ type Structure struct {
 	Evidence bool
 	// Records logs resets, and packets that are rejected or dropped.
 	Records bool
+	// Device is where packets to frontends that keep their clients' addresses come in; empty if there are none.
+	Device string
 	// Ping is the node's address that answers a ping of a Service address; the zero Addr: none does.
 	Ping netip.Addr
 	// Uses says which of the optional sets have rules. It follows from the elements, so that packets pass no rule that
@@ -316,7 +337,7 @@ var optional = [...]SetID{
 // StructureOf returns what a state asks of a family's table, except what follows from its elements.
 func StructureOf(s *dataplane.State, f ipfamily.Family) Structure {
 	out := Structure{Pods: s.Pods4, MasqueradeAll: s.MasqueradeAll, GuardLoopback: s.LocalhostNodePorts,
-		Evidence: s.Evidence, Records: s.Records, Ping: s.PingAddrs[f]}
+		Evidence: s.Evidence, Records: s.Records, Ping: s.PingAddrs[f], Device: s.Device}
 	if f == ipfamily.IPv6 {
 		out.Pods, out.GuardLoopback = s.Pods6, false
 	}
@@ -329,13 +350,13 @@ func StructureOf(s *dataplane.State, f ipfamily.Family) Structure {
 func (s Structure) sets() []Set {
 	return slices.DeleteFunc(sets(), func(set Set) bool {
 		return !s.Evidence && slices.Contains(EvidenceSets[:], set.ID) ||
-			!s.Uses.Has(ClientLimits) && slices.Contains(clientSets[:], set.ID)
+			!s.Uses.Has(ClientLimits) && slices.Contains(clientSets[:], set.ID) || s.Device == "" && set.ID.IsIngress()
 	})
 }
 
 // sets returns all sets and maps that a table may have, by their ids. Only sets that rules write to have a size: the
 // kernel allocates buckets for the full size at once, and lets a set without a size grow with its elements.
-func sets() []Set { return slices.Concat(serviceSets(), otherSets(), limitedSets()) }
+func sets() []Set { return slices.Concat(serviceSets(), otherSets(), limitedSets(), keepSets()) }
 
 // beyond is what the twins of maps with counters say.
 const beyond = "the same, beyond the budget for counters"
@@ -480,6 +501,9 @@ func layout(f ipfamily.Family, s Structure) Table {
 	}
 	if s.Evidence {
 		t.Chains = append(t.Chains, evidence(s)...)
+	}
+	if s.Device != "" {
+		t.Chains = append(t.Chains, keepChains(s, f)...)
 	}
 	return t
 }

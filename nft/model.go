@@ -16,6 +16,8 @@ import (
 type Model struct {
 	// Counters is how many counters elements may have, in both tables together; 0 means no limit.
 	Counters int
+	// NoIngress leaves clients' addresses unkept, whatever a state says: the kernel does not take the tables for that.
+	NoIngress bool
 	// Generation is the revision number of the next transaction, or of its first part; 0 means one more than the last. If
 	// it is the kernel's own number of that transaction, a later process can tell that nobody has written anything since.
 	Generation uint32
@@ -24,7 +26,9 @@ type Model struct {
 	services map[snapshot.Name]*service
 	ranges   treeRanges
 	settings []string
-	tables   ipfamily.Per[tableModel]
+	// macs are the elements of NodeMACs.
+	macs   []snapshot.MAC
+	tables ipfamily.Per[tableModel]
 	// counting is the level for new elements. recount are the Services whose elements still have another level.
 	counting Counting
 	recount  []snapshot.Name
@@ -41,6 +45,8 @@ type Model struct {
 type poolID struct {
 	port portID
 	pool poolIndex
+	// node is a node's name in keptPool; empty for the pool itself.
+	node string
 }
 
 type tableModel struct {
@@ -103,7 +109,7 @@ func (m *Model) Plan(s *dataplane.State, change dataplane.Change, limit int) *Tx
 		p.txn.Left.Globals = len(p.txn.Left.Services) > 0
 	}
 	if change.Globals && !p.txn.Left.Globals { // what turns packets away comes after what would have served them
-		p.shared(rangesOf(s), s.Settings)
+		p.shared(s)
 	}
 	p.structures()
 	p.revise()
@@ -124,7 +130,7 @@ func (p *planner) plan(s *dataplane.State, names []snapshot.Name, limit int) {
 	}
 	p.recount(growth, true)
 	for _, name := range names {
-		p.service(name, compileService(s.Services[name], p.m.quota()))
+		p.service(name, p.compile(s.Services[name]))
 	}
 	p.recountRequests()
 }
@@ -153,7 +159,7 @@ func (m *Model) fitting(s *dataplane.State, names []snapshot.Name, limit int) in
 // is deleted before it is added.
 func (p *planner) planPart(s *dataplane.State, names []snapshot.Name, limit int) {
 	left := &p.txn.Left.Services
-	target := func(name snapshot.Name) *service { return compileService(s.Services[name], p.m.quota()) }
+	target := func(name snapshot.Name) *service { return p.compile(s.Services[name]) }
 	for _, name := range names {
 		done := true
 		if before := p.m.services[name]; before != nil && before.losesFrontend(s.Services[name]) {
@@ -338,7 +344,7 @@ func (m *Model) fill(s *dataplane.State, limit int) *Txn {
 	p.reserve(s, limit)
 	p.plan(s, names, limit)
 	if p.txn.Left.Globals = len(p.txn.Left.Services) > 0; !p.txn.Left.Globals {
-		p.shared(rangesOf(s), s.Settings)
+		p.shared(s)
 	}
 	p.create()
 	p.txn.undo = undo{before: before}
@@ -369,11 +375,11 @@ func (p *planner) reserve(s *dataplane.State, limit int) {
 
 // clear resets the model to tables without elements.
 func (m *Model) clear(s *dataplane.State) {
-	*m = Model{Counters: m.Counters, Generation: m.Generation, filled: true,
+	*m = Model{Counters: m.Counters, Generation: m.Generation, NoIngress: m.NoIngress, filled: true,
 		services: make(map[snapshot.Name]*service, len(s.Services)), pools: map[uint32]poolID{}, tables: m.tables}
 	m.counting = m.expected(s)
 	for i, f := range ipfamily.All {
-		m.tables[i].structure = StructureOf(s, f)
+		m.tables[i].structure = m.structureOf(s, f)
 	}
 	m.emptyTables()
 }
@@ -396,7 +402,7 @@ func (m *Model) Load(s *dataplane.State) *Txn {
 	p.silent = true
 	p.plan(s, sortedNames(s.Services), 0)
 	p.applyRecount()
-	p.shared(rangesOf(s), s.Settings)
+	p.shared(s)
 	p.chains()
 	return &Txn{undo: undo{before: before}}
 }
@@ -421,6 +427,7 @@ func (p *planner) applyRecount() {
 func (m *Model) Recreate(affinity *ipfamily.Per[[]Listed]) *Txn {
 	before := *m
 	m.services, m.ranges, m.settings = make(map[snapshot.Name]*service, len(before.services)), treeRanges{}, nil
+	m.macs = nil
 	m.needs, m.requests, m.requested = needs{}, nil, counterRequests{}
 	m.emptyTables()
 	p := m.planner()
@@ -429,7 +436,9 @@ func (m *Model) Recreate(affinity *ipfamily.Per[[]Listed]) *Txn {
 		p.assignSlotsAndIDs(name, before.services[name].cloneWithoutSlots(), s)
 		p.move(name, &service{}, s)
 	}
-	p.shared(before.ranges, before.settings)
+	p.trees(before.ranges)
+	p.settings(before.settings)
+	p.macs(before.macs)
 	for i, f := range ipfamily.All {
 		for _, e := range affinity[i] {
 			if m.Remembers(f, &e.Element) {
@@ -571,6 +580,7 @@ func (p poolID) hash() uint64 {
 	h := fnv.New64a()
 	h.Write([]byte(p.port.name.String()))
 	h.Write([]byte{0, byte(p.port.name.Protocol), byte(p.port.family.NFProto()), byte(p.pool)})
+	h.Write([]byte(p.node))
 	return h.Sum64()
 }
 
@@ -595,15 +605,21 @@ func (s *service) eachID(name snapshot.Name, do func(id uint32, p poolID)) {
 	for _, p := range s.ports {
 		for i := range p.pools {
 			if id := p.pools[i].id; id != 0 {
-				do(id, poolID{p.id, poolIndex(i)})
+				do(id, poolID{port: p.id, pool: poolIndex(i)})
 			}
+		}
+		if p.kept.used() {
+			do(p.kept.id, keptID(p.id, ""))
+		}
+		for i := range p.kept.nodes {
+			do(p.kept.nodes[i].id, keptID(p.id, p.kept.nodes[i].name))
 		}
 	}
 }
 
 // sourcesID identifies the source ranges of a Service.
 func sourcesID(name snapshot.Name, f ipfamily.Family) poolID {
-	return poolID{portID{dataplane.PortName{Service: name}, f}, sourcesOf}
+	return poolID{port: portID{dataplane.PortName{Service: name}, f}, pool: sourcesOf}
 }
 
 // Remembers reports whether an element of Affinity names an endpoint that its pool has.
@@ -624,7 +640,7 @@ func (m *Model) ServiceOf(id uint32) (snapshot.Name, bool) {
 // pool returns the pool with an id, and its port.
 func (m *Model) pool(f ipfamily.Family, id uint32) (*port, poolIndex, bool) {
 	name, ok := m.pools[id]
-	if !ok || name.port.family != f || name.pool == sourcesOf {
+	if !ok || name.port.family != f || name.pool >= numPools {
 		return nil, 0, false
 	}
 	p := m.serviceOrEmpty(name.port.name.Service).port(name.port)

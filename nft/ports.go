@@ -22,12 +22,14 @@ func (p *planner) assignSlotsAndIDs(name snapshot.Name, before, now *service) {
 		}
 		want.sourceID = now.sources[want.id.family].id
 		p.ids(old, want)
+		p.keptIDs(old, want)
 		for i := range want.pools {
 			want.pools[i].slots = want.pools[i].assigned(old.pools[i].slots)
 		}
 	}
 	for _, old := range before.ports {
 		if now.port(old.id) == nil {
+			p.keptIDs(old, &port{id: old.id})
 			p.ids(old, &port{id: old.id})
 		}
 	}
@@ -37,7 +39,7 @@ func (p *planner) assignSlotsAndIDs(name snapshot.Name, before, now *service) {
 func (p *planner) ids(old, want *port) {
 	for i := range want.pools {
 		at := poolIndex(i)
-		want.pools[i].id = p.m.updateID(old.pools[i].id, want.pools[i].used, poolID{want.id, at})
+		want.pools[i].id = p.m.updateID(old.pools[i].id, want.pools[i].used, poolID{port: want.id, pool: at})
 		if old.sticky(at) && !want.sticky(at) {
 			p.txn.Tables[want.id.family].Sweep = true
 		}
@@ -75,6 +77,7 @@ func (p *planner) port(before, now *port) {
 	for _, a := range old.local {
 		p.count(needHairpin, a, -1)
 	}
+	p.keep(f, old, want)
 	p.frontends(f, old, want)
 }
 

@@ -70,14 +70,28 @@ func (l *Listing) Print(w io.Writer) error {
 	b := bufio.NewWriter(w)
 	t := &l.Table
 	fmt.Fprintf(b, "table %s %s {\n\tcomment %q\n", t.Family.NFT(), TableName, t.Comment)
+	l.printPart(b, false)
+	if slices.ContainsFunc(t.Sets, func(s Set) bool { return s.ID.IsIngress() }) {
+		fmt.Fprintf(b, "table netdev %s {\n\tcomment %q\n", IngressTable(t.Family), IngressComment)
+		l.printPart(b, true)
+	}
+	return b.Flush()
+}
+
+// printPart prints what is in the family's table, or at the ingress.
+func (l *Listing) printPart(b *bufio.Writer, ingress bool) {
+	t := &l.Table
 	for i := range t.Sets {
-		printSet(b, t.Family, &t.Sets[i], l.Elements[t.Sets[i].ID])
+		if t.Sets[i].ID.IsIngress() == ingress {
+			printSet(b, t.Family, &t.Sets[i], l.Elements[t.Sets[i].ID])
+		}
 	}
 	for i := range t.Chains {
-		printChain(b, t.Family, &t.Chains[i])
+		if t.Chains[i].ID.Kind.IsIngress() == ingress {
+			printChain(b, t.Family, &t.Chains[i])
+		}
 	}
 	b.WriteString("}\n")
-	return b.Flush()
 }
 
 func printSet(w *bufio.Writer, f ipfamily.Family, s *Set, elements []Listed) {
@@ -164,7 +178,12 @@ func printChain(w *bufio.Writer, f ipfamily.Family, c *Chain) {
 		fmt.Fprintf(w, "\t\tcomment %q\n", c.Comment)
 	}
 	if c.Hook != nil {
-		fmt.Fprintf(w, "\t\ttype %s hook %s priority %d; policy accept;\n", c.Hook.Type, c.Hook.Name, c.Hook.Priority)
+		device := ""
+		if c.Device != "" {
+			device = fmt.Sprintf(" device %q", c.Device)
+		}
+		fmt.Fprintf(w, "\t\ttype %s hook %s%s priority %d; policy accept;\n", c.Hook.Type, c.Hook.Name, device,
+			c.Hook.Priority)
 	}
 	for _, r := range c.Rules {
 		if f == ipfamily.IPv6 && slices.ContainsFunc(r, writesIPv6Affinity) {

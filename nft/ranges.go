@@ -37,12 +37,12 @@ func (s *service) rangesChange(want *dataplane.Service) (n int) {
 // changedShares counts the pools of which a Service is to refuse another share.
 func (s *service) changedShares(want *dataplane.Service) (n int) {
 	held := map[poolID]uint16{}
-	s.eachShare(func(p *port, i poolIndex) { held[poolID{p.id, i}] = p.pools[i].refused })
+	s.eachShare(func(p *port, i poolIndex) { held[poolID{port: p.id, pool: i}] = p.pools[i].refused })
 	if want != nil {
 		for _, sp := range want.Ports {
 			family := ipfamily.Of(sp.Frontends[0].Key.Addr)
 			for i, pl := range [...]*dataplane.Pool{clusterPool: sp.Cluster, localPool: sp.Local} {
-				id := poolID{portID{sp.Name, family}, poolIndex(i)}
+				id := poolID{port: portID{sp.Name, family}, pool: poolIndex(i)}
 				if pl.Refused > 0 && leadsTo(sp, pl) {
 					if held[id] != pl.Refused {
 						n++

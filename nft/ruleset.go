@@ -54,6 +54,8 @@ func (s *Set) IsMap() bool { return s.Verdicts || len(s.Data) > 0 }
 // Chain is a chain with its rules.
 type Chain struct {
 	ID ChainID
+	// Device is the interface of a Hook at ingress.
+	Device string
 	// Hook is nil for chains that only rules and verdicts lead to.
 	Hook    *Hook
 	Comment string
@@ -112,6 +114,16 @@ const (
 	OriginalSourcePort
 	ReplySourceAddr
 	ReplySourcePort
+	// EtherSource is the sender's link-layer address.
+	EtherSource
+	// FlowHash and FlowHash2 are hashes of the packet's addresses and ports. QuotedHash and QuotedHash2 are those of the
+	// other direction of the packet that an ICMP error quotes.
+	FlowHash
+	FlowHash2
+	QuotedHash
+	QuotedHash2
+	// FragmentHash is a hash of a fragment's addresses and identification.
+	FragmentHash
 	// PoolNumber and PoolClass are the two parts of a priority that came from Pools.
 	PoolNumber
 	PoolClass
@@ -160,6 +172,10 @@ func fieldText(f ipfamily.Family, field Field, mod uint32) string {
 		return "ct reply " + f.NFT() + " saddr"
 	case ReplySourcePort:
 		return "ct reply proto-src"
+	case EtherSource:
+		return "ether saddr"
+	case FlowHash, FlowHash2, QuotedHash, QuotedHash2, FragmentHash:
+		return HashOf(f, field).text(f, mod)
 	case PoolNumber:
 		return "meta priority & " + classID(PoolMask)
 	case PoolClass:
@@ -188,6 +204,8 @@ func (field Field) Len(f ipfamily.Family) int {
 		return f.AddrLen()
 	case L4Proto:
 		return 1
+	case EtherSource:
+		return 6
 	case DestPort, OriginalDestPort, SourcePort, OriginalSourcePort, ReplySourcePort:
 		return 2
 	}
@@ -560,9 +578,11 @@ func (s Foreign) text(ipfamily.Family) string { return s.What }
 
 // Text returns the rule as nft writes it.
 func (r Rule) Text(f ipfamily.Family) string {
-	parts := make([]string, len(r))
-	for i, s := range r {
-		parts[i] = s.text(f)
+	parts := make([]string, 0, len(r))
+	for _, s := range r {
+		if text := s.text(f); text != "" {
+			parts = append(parts, text)
+		}
 	}
 	return strings.Join(parts, " ")
 }

@@ -137,30 +137,45 @@ func repeat(endpoints []dataplane.Endpoint, counts []int) []netip.AddrPort {
 	return slots
 }
 
-// maglev returns a table in which each endpoint has its number of slots. Each endpoint prefers the slots in an order of
-// its own, and they take turns, in proportion to their numbers. So hardly any slot changes that belongs to an endpoint
-// which stays.
+// maglev returns a table in which each endpoint has its number of slots.
 func maglev(name poolID, endpoints []dataplane.Endpoint, counts []int) []netip.AddrPort {
+	seed, hashes := name.hash(), make([]uint64, len(endpoints))
+	for i := range endpoints {
+		hashes[i] = endpointHash(seed, endpoints[i].AddrPort)
+	}
+	places := maglevTable(hashes, counts)
+	table := make([]netip.AddrPort, len(places))
+	for slot, i := range places {
+		table[slot] = endpoints[i].AddrPort
+	}
+	return table
+}
+
+// maglevTable returns a table in which each of those with these hashes has its number of slots, by its place. Each
+// prefers the slots in an order of its own, and they take turns, in proportion to their numbers. So hardly any slot
+// changes that belongs to one which stays.
+func maglevTable(hashes []uint64, counts []int) []int {
 	size, most := 0, 0
 	for _, n := range counts {
 		size, most = size+n, max(most, n)
 	}
-	table := make([]netip.AddrPort, size)
+	table := make([]int, size)
+	for i := range table {
+		table[i] = -1
+	}
 	at, stride, taken := make([]int, len(counts)), make([]int, len(counts)), make([]int, len(counts))
-	seed := name.hash()
-	for i := range endpoints {
-		h := endpointHash(seed, endpoints[i].AddrPort)
+	for i, h := range hashes {
 		at[i], stride[i] = int(h>>32%uint64(size)), 1+int(h&0xffffffff%uint64(max(size-1, 1)))
 	}
 	for turn := 1; turn <= most; turn++ {
-		for i := range endpoints {
+		for i := range counts {
 			if taken[i] >= (counts[i]*turn+most-1)/most {
 				continue
 			}
-			for table[at[i]].IsValid() {
+			for table[at[i]] >= 0 {
 				at[i] = (at[i] + stride[i]) % size
 			}
-			table[at[i]] = endpoints[i].AddrPort
+			table[at[i]] = i
 			taken[i]++
 		}
 	}
@@ -256,14 +271,13 @@ func (pl *pool) sortSlots() {
 
 // endpointHash returns a hash of an endpoint that does not depend on the node.
 func endpointHash(seed uint64, ep netip.AddrPort) uint64 {
+	return mixedHash(seed, binary.BigEndian.AppendUint16(ep.Addr().AsSlice(), ep.Port()))
+}
+
+func fnvOf(parts ...[]byte) uint64 {
 	h := fnv.New64a()
-	b := binary.BigEndian.AppendUint64(nil, seed)
-	b = append(b, ep.Addr().AsSlice()...)
-	h.Write(binary.BigEndian.AppendUint16(b, ep.Port()))
-	x := h.Sum64() // whose last bytes have hardly reached the upper half
-	x ^= x >> 33
-	x *= 0xff51afd7ed558ccd
-	x ^= x >> 33
-	x *= 0xc4ceb9fe1a85ec53
-	return x ^ x>>33
+	for _, b := range parts {
+		h.Write(b)
+	}
+	return h.Sum64()
 }

@@ -98,6 +98,8 @@ func (t *transition) port(old, want *port) *port {
 		next.crowded = len(next.frontends) > directFrontends
 		next.timeout, next.counting, next.local, next.pools = want.timeout, want.counting, want.local, want.pools
 		next.limits, next.full, next.fullClients = want.limits, want.full, want.fullClients
+		next.kept = want.kept
+		t.room -= len(want.kept.slots)
 		if n := old.otherClients(want); n > 0 && !t.reserve(n) {
 			next.fullClients = old.fullClients
 		}

@@ -22,6 +22,9 @@ type Txn struct {
 type TableTxn struct {
 	// Create, if not nil, creates the table anew.
 	Create *Table
+	// DropIngress deletes the table at the ingress first, with all that is in it: Del names that, too. Where Create or
+	// AddSets have sets there, it is made anew.
+	DropIngress bool
 	// AddSets and DelSets are sets that come and go without Create. A set goes with its elements.
 	AddSets []Set
 	DelSets []SetID
@@ -53,10 +56,24 @@ func (t *Txn) Split() (first, rest *Txn) {
 		return nil, t
 	}
 	first, rest = &Txn{}, &Txn{Tables: t.Tables}
+	var ingress ipfamily.Per[TableTxn] // nothing else leads there
 	for i := range t.Tables {
 		tt := &rest.Tables[i]
-		first.Tables[i].AddSets, first.Tables[i].AddChains = tt.AddSets, tt.AddChains
-		tt.AddSets, tt.AddChains = nil, nil
+		for _, s := range tt.AddSets {
+			to := &first.Tables[i]
+			if s.ID.IsIngress() {
+				to = &ingress[i]
+			}
+			to.AddSets = append(to.AddSets, s)
+		}
+		for _, c := range tt.AddChains {
+			to := &first.Tables[i]
+			if c.ID.Kind.IsIngress() {
+				to = &ingress[i]
+			}
+			to.AddChains = append(to.AddChains, c)
+		}
+		tt.AddSets, tt.AddChains = ingress[i].AddSets, ingress[i].AddChains
 		for _, set := range [...]SetID{Picks, SplitPicks, PoolPicks, Timeouts, ClientRates} {
 			first.Tables[i].Add[set], tt.Add[set] = tt.Add[set], nil
 		}
@@ -109,7 +126,7 @@ func (t *Txn) Empty() bool {
 
 // empty reports whether nothing is written, except perhaps a revision.
 func (tt *TableTxn) empty() bool {
-	return tt.Create == nil && len(tt.AddSets)+len(tt.DelSets) == 0 &&
+	return tt.Create == nil && !tt.DropIngress && len(tt.AddSets)+len(tt.DelSets) == 0 &&
 		len(tt.Rewrite)+len(tt.AddChains)+len(tt.DelChains)+len(tt.DelForeign) == 0 &&
 		count(tt.Del)+count(tt.Add) == 0
 }

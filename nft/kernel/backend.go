@@ -90,6 +90,8 @@ type unwritten struct {
 	// maxElements is how many elements fit into a transaction if this process may send only so much in one datagram; 0
 	// is no limit.
 	maxElements int
+	// device is State.Device as of the last Apply: nft.Model.NoIngress holds as long as it stays the same.
+	device string
 }
 
 // upkeep is what Check does, a little at a time.
@@ -230,6 +232,7 @@ func (b *Backend) Apply(want *dataplane.State, change dataplane.Change) (r datap
 		b.listAll = false
 	}
 	b.pending = mergeChange(change, b.pending)
+	b.forgetRefusal(want)
 	for range maxAttempts {
 		if err := b.openSockets(); err != nil {
 			return r, err
@@ -408,7 +411,7 @@ func (b *Backend) planFrom(want *dataplane.State) (txn *nft.Txn, err error) {
 		return nil, err
 	}
 	if !b.tables[0].exists && !b.tables[1].exists {
-		return b.planFirst(want), nil
+		return b.planFirst(want)
 	}
 	planned := b.planContent(want)
 	defer func() {
@@ -470,16 +473,16 @@ func (b *Backend) adopt(found *ipfamily.Per[nft.Found]) *nft.Stale {
 }
 
 // planFirst plans the first of the transactions that fill new tables.
-func (b *Backend) planFirst(want *dataplane.State) *nft.Txn {
-	b.model = nft.Model{Counters: b.options.Counters, Generation: b.model.Generation}
-	return b.model.Plan(want, dataplane.Change{}, b.limit(fillAtOnce))
+func (b *Backend) planFirst(want *dataplane.State) (*nft.Txn, error) {
+	b.model = nft.Model{Counters: b.options.Counters, Generation: b.model.Generation, NoIngress: b.model.NoIngress}
+	return b.leaveIngress(b.model.Plan(want, dataplane.Change{}, b.limit(fillAtOnce)))
 }
 
 // planFull plans new tables that replace existing ones. It uses one transaction of any size, so that Services are never
 // missing. If that is too much to send at once, the new tables are filled in several transactions.
 func (b *Backend) planFull(want *dataplane.State, planned *nft.Txn) (*nft.Txn, error) {
 	if b.maxElements > 0 {
-		return b.planFirst(want), nil
+		return b.planFirst(want)
 	}
 	affinity, err := b.rescue()
 	if err != nil {
@@ -487,7 +490,7 @@ func (b *Backend) planFull(want *dataplane.State, planned *nft.Txn) (*nft.Txn, e
 	}
 	txn := b.model.Recreate(&affinity)
 	txn.Follow(planned)
-	return txn, nil
+	return b.leaveIngress(txn)
 }
 
 // commit writes a transaction, in two parts if it has two.
@@ -632,7 +635,7 @@ func (b *Backend) Remove() error {
 		return err
 	}
 	netlink.AwaitPackets()
-	return b.eachTable(b.batch.deleteTable)
+	return errors.Join(b.eachTable(b.batch.deleteTable), b.removeIngress())
 }
 
 // eachTable commits a message about each table. It adds the tables first, so that the message succeeds whether they

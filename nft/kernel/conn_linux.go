@@ -134,8 +134,9 @@ func (c *Conn) getListed(f ipfamily.Family, set nft.SetID, keys []nft.Element, d
 func (c *Conn) getOnce(f ipfamily.Family, set nft.SetID, keys []nft.Element, do func(nft.Listed)) error {
 	for len(keys) > 0 {
 		var w batch
-		m := w.Netfilter(netlink.NFTables(unix.NFT_MSG_GETSETELEM), 0, f.NFProto())
-		w.Text(unix.NFTA_SET_ELEM_LIST_TABLE, nft.TableName)
+		proto, table := tableAt(f, set.IsIngress())
+		m := w.Netfilter(netlink.NFTables(unix.NFT_MSG_GETSETELEM), 0, proto)
+		w.Text(unix.NFTA_SET_ELEM_LIST_TABLE, table)
 		w.Text(unix.NFTA_SET_ELEM_LIST_SET, set.String())
 		list := w.Nest(unix.NFTA_SET_ELEM_LIST_ELEMENTS)
 		for i := range keys {

@@ -46,6 +46,9 @@ func (h *heldRules) structure(f ipfamily.Family, settings []nft.Listed) (s nft.S
 	s.GuardLoopback = h.chains[nft.ChainID{Kind: nft.GuardLoopback}.Name()] != nil
 	s.Evidence = h.chains[nft.ChainID{Kind: nft.UnansweredChain}.Name()] != nil
 	s.Records = h.chains[nft.ChainID{Kind: nft.RecordResets}.Name()] != nil
+	if ingress := h.chains[nft.ChainID{Kind: nft.KeepIngress}.Name()]; ingress != nil {
+		s.Device = netlink.Find(ingress[unix.NFTA_CHAIN_HOOK], unix.NFTA_HOOK_DEV).Text()
+	}
 	for _, rules := range h.rules {
 		for _, rule := range rules {
 			for set := range nft.NumSets {

@@ -5,6 +5,7 @@ package kernel
 import (
 	"fmt"
 	"net/netip"
+	"slices"
 	"sort"
 	"time"
 
@@ -36,7 +37,7 @@ const (
 )
 
 // hookNumbers are the kernel's, from linux/netfilter.h.
-var hookNumbers = map[string]uint32{"prerouting": 0, "input": 1, "forward": 2, "output": 3, "postrouting": 4}
+var hookNumbers = map[string]uint32{"ingress": 0, "prerouting": 0, "input": 1, "forward": 2, "output": 3, "postrouting": 4}
 
 // batch encodes a transaction. It records what each message holds, so that errors can name the object.
 type batch struct {
@@ -61,6 +62,7 @@ type message struct {
 	start    int
 	action   string
 	family   ipfamily.Family
+	ingress  bool
 	elements []nft.Element
 }
 
@@ -120,19 +122,27 @@ func (b *batch) reserve(txn *nft.Txn) {
 
 // table writes a table's part in the order TableTxn gives.
 func (b *batch) table(f ipfamily.Family, tt *nft.TableTxn) {
+	if tt.DropIngress {
+		b.dropIngress(f)
+	}
 	if tt.Create != nil {
 		b.replaceTable(f, tt.Create)
+		b.addIngress(f, tt.Create.Sets)
 		for i := range tt.Create.Sets {
 			b.newSet(f, &tt.Create.Sets[i])
 		}
 	}
+	b.addIngress(f, tt.AddSets)
 	for i := range tt.AddSets {
 		b.newSet(f, &tt.AddSets[i])
 	}
 	for _, name := range tt.DelForeign {
-		b.chainNamed(f, unix.NFT_MSG_DELRULE, name, "flush chain "+name)
+		b.chainNamed(f, false, unix.NFT_MSG_DELRULE, name, "flush chain "+name)
 	}
 	for set := range tt.Del {
+		if tt.DropIngress && nft.SetID(set).IsIngress() {
+			continue // they went with their table
+		}
 		b.elements(f, unix.NFT_MSG_DELSETELEM, nft.SetID(set), tt.Del[set])
 	}
 	chains := tt.AddChains
@@ -143,17 +153,17 @@ func (b *batch) table(f ipfamily.Family, tt *nft.TableTxn) {
 		b.newChain(f, &chains[i])
 	}
 	for _, c := range tt.Rewrite {
-		b.chainNamed(f, unix.NFT_MSG_DELRULE, c.ID.Name(), "flush chain "+c.ID.Name())
+		b.chainNamed(f, c.ID.Kind.IsIngress(), unix.NFT_MSG_DELRULE, c.ID.Name(), "flush chain "+c.ID.Name())
 		b.rules(f, &c)
 	}
 	for _, id := range tt.DelChains { // nothing leads there any more
-		b.chainNamed(f, unix.NFT_MSG_DELCHAIN, id.Name(), "delete chain "+id.Name())
+		b.chainNamed(f, id.Kind.IsIngress(), unix.NFT_MSG_DELCHAIN, id.Name(), "delete chain "+id.Name())
 	}
 	for _, name := range tt.DelForeign {
-		b.chainNamed(f, unix.NFT_MSG_DELCHAIN, name, "delete chain "+name)
+		b.chainNamed(f, false, unix.NFT_MSG_DELCHAIN, name, "delete chain "+name)
 	}
 	for _, id := range tt.DelSets { // no rule uses it any more
-		m := b.object(f, unix.NFT_MSG_DELSET, 0, "delete set "+id.String())
+		m := b.objectAt(f, id.IsIngress(), unix.NFT_MSG_DELSET, 0, "delete set "+id.String())
 		b.Text(unix.NFTA_SET_NAME, id.String())
 		b.End(m)
 	}
@@ -189,13 +199,36 @@ func (b *batch) affinity(f ipfamily.Family, entries []nft.Listed) {
 	}
 }
 
+// tableAt returns the kernel's family and the name of a family's table, or of the one that it has at the ingress.
+func tableAt(f ipfamily.Family, ingress bool) (proto uint8, name string) {
+	const nfprotoNetdev = 5
+	if ingress {
+		return nfprotoNetdev, nft.IngressTable(f)
+	}
+	return f.NFProto(), nft.TableName
+}
+
+// tableText names a table for people.
+func tableText(f ipfamily.Family, ingress bool) string {
+	if ingress {
+		return "netdev " + nft.IngressTable(f)
+	}
+	return f.NFT() + " " + nft.TableName
+}
+
 // object starts a message about something of our table and notes what it is for.
 func (b *batch) object(f ipfamily.Family, msg uint16, flags uint16, what string) int {
-	b.messages = append(b.messages, message{seq: uint32(b.Count()) + 1, start: b.Len(), action: what, family: f})
-	m := b.Netfilter(netlink.NFTables(msg), flags, f.NFProto())
-	name := nft.TableName
+	return b.objectAt(f, false, msg, flags, what)
+}
+
+// objectAt is object for either of a family's tables.
+func (b *batch) objectAt(f ipfamily.Family, ingress bool, msg uint16, flags uint16, what string) int {
+	b.messages = append(b.messages, message{seq: uint32(b.Count()) + 1, start: b.Len(), action: what, family: f,
+		ingress: ingress})
+	proto, name := tableAt(f, ingress)
+	m := b.Netfilter(netlink.NFTables(msg), flags, proto)
 	if b.tableName != "" {
-		name = b.tableName
+		name = b.tableName + name
 	}
 	b.Text(1, name) // attribute 1 is the table's name in every message of nf_tables
 	return m
@@ -230,8 +263,28 @@ func (b *batch) deleteRules(f ipfamily.Family) {
 	b.End(b.object(f, unix.NFT_MSG_DELRULE, 0, "delete all rules"))
 }
 
+// dropIngress deletes the table at the ingress. It adds it first, so that the deletion succeeds whether it existed or
+// not.
+func (b *batch) dropIngress(f ipfamily.Family) {
+	b.End(b.objectAt(f, true, unix.NFT_MSG_NEWTABLE, unix.NLM_F_CREATE, "add table"))
+	b.End(b.objectAt(f, true, unix.NFT_MSG_DELTABLE, 0, "delete table"))
+}
+
+// addIngress adds the table at the ingress if some of these sets are to be there.
+func (b *batch) addIngress(f ipfamily.Family, sets []nft.Set) {
+	if !slices.ContainsFunc(sets, func(s nft.Set) bool { return s.ID.IsIngress() }) {
+		return
+	}
+	m := b.objectAt(f, true, unix.NFT_MSG_NEWTABLE, unix.NLM_F_CREATE, "add table")
+	if b.tableFlags != 0 {
+		b.Big32(nftaTableFlags, b.tableFlags)
+	}
+	b.Attr(nftaTableUserdata, commentUserdata(nft.IngressComment)...)
+	b.End(m)
+}
+
 func (b *batch) newSet(f ipfamily.Family, s *nft.Set) {
-	m := b.object(f, unix.NFT_MSG_NEWSET, unix.NLM_F_CREATE, "add set "+s.Name())
+	m := b.objectAt(f, s.ID.IsIngress(), unix.NFT_MSG_NEWSET, unix.NLM_F_CREATE, "add set "+s.Name())
 	b.Text(unix.NFTA_SET_NAME, s.Name())
 	b.Big32(unix.NFTA_SET_FLAGS, setFlags(s))
 	b.Big32(unix.NFTA_SET_KEY_TYPE, dataType(f, s.Key))
@@ -295,12 +348,15 @@ func (b *batch) setDescription(f ipfamily.Family, s *nft.Set) {
 }
 
 func (b *batch) newChain(f ipfamily.Family, c *nft.Chain) {
-	m := b.object(f, unix.NFT_MSG_NEWCHAIN, unix.NLM_F_CREATE, "add chain "+c.ID.Name())
+	m := b.objectAt(f, c.ID.Kind.IsIngress(), unix.NFT_MSG_NEWCHAIN, unix.NLM_F_CREATE, "add chain "+c.ID.Name())
 	b.Text(unix.NFTA_CHAIN_NAME, c.ID.Name())
 	if c.Hook != nil {
 		h := b.Nest(unix.NFTA_CHAIN_HOOK)
 		b.Big32(unix.NFTA_HOOK_HOOKNUM, hookNumbers[c.Hook.Name])
 		b.Big32(unix.NFTA_HOOK_PRIORITY, uint32(c.Hook.Priority))
+		if c.Device != "" {
+			b.Text(unix.NFTA_HOOK_DEV, c.Device)
+		}
 		b.Close(h)
 		b.Big32(unix.NFTA_CHAIN_POLICY, nfAccept)
 		b.Text(unix.NFTA_CHAIN_TYPE, c.Hook.Type)
@@ -312,19 +368,20 @@ func (b *batch) newChain(f ipfamily.Family, c *nft.Chain) {
 }
 
 // chainNamed writes a message that needs no more than a chain's name, which is attribute 3 of chains and 2 of rules.
-func (b *batch) chainNamed(f ipfamily.Family, msg uint16, name, what string) {
+func (b *batch) chainNamed(f ipfamily.Family, ingress bool, msg uint16, name, what string) {
 	attr := uint16(unix.NFTA_CHAIN_NAME)
 	if msg == unix.NFT_MSG_DELRULE {
 		attr = unix.NFTA_RULE_CHAIN
 	}
-	m := b.object(f, msg, 0, what)
+	m := b.objectAt(f, ingress, msg, 0, what)
 	b.Text(attr, name)
 	b.End(m)
 }
 
 func (b *batch) rules(f ipfamily.Family, c *nft.Chain) {
 	for _, r := range c.Rules {
-		m := b.object(f, unix.NFT_MSG_NEWRULE, unix.NLM_F_CREATE|unix.NLM_F_APPEND, "add rule "+c.ID.Name()+" "+r.Text(f))
+		m := b.objectAt(f, c.ID.Kind.IsIngress(), unix.NFT_MSG_NEWRULE, unix.NLM_F_CREATE|unix.NLM_F_APPEND,
+			"add rule "+c.ID.Name()+" "+r.Text(f))
 		b.Text(unix.NFTA_RULE_CHAIN, c.ID.Name())
 		x := b.Nest(unix.NFTA_RULE_EXPRESSIONS)
 		for _, e := range ruleExprs(f, r) {
@@ -337,6 +394,9 @@ func (b *batch) rules(f ipfamily.Family, c *nft.Chain) {
 
 // marshal never fails for the expressions of this package: the library only refuses kinds it does not know.
 func marshal(f ipfamily.Family, e expr.Any) []byte {
+	if e, ok := e.(*forward); ok {
+		return e.marshal()
+	}
 	data, err := expr.Marshal(byte(f.NFProto()), e)
 	if err != nil {
 		panic(fmt.Sprintf("kernel: %T: %v", e, err))
@@ -352,7 +412,7 @@ func (b *batch) elements(f ipfamily.Family, msg uint16, set nft.SetID, elements 
 		if msg == unix.NFT_MSG_DELSETELEM {
 			what, flags = "delete element "+set.String(), 0
 		}
-		m := b.object(f, msg, flags, what)
+		m := b.objectAt(f, set.IsIngress(), msg, flags, what)
 		b.Text(unix.NFTA_SET_ELEM_LIST_SET, set.String())
 		list := b.Nest(unix.NFTA_SET_ELEM_LIST_ELEMENTS)
 		n := 0
@@ -457,7 +517,7 @@ func (b *batch) describe(seq uint32, offset int) string {
 		return "transaction"
 	}
 	n := &b.messages[i]
-	what := fmt.Sprintf("%s %s: %s", n.family.NFT(), nft.TableName, n.action)
+	what := tableText(n.family, n.ingress) + ": " + n.action
 	if len(n.elements) == 0 {
 		return what
 	}

@@ -61,6 +61,10 @@ func statementExprs(f ipfamily.Family, s nft.Statement) []expr.Any {
 	case nft.SetPriority:
 		return append(lookup(f, s.Key, s.Map),
 			&expr.Meta{Key: expr.MetaKeyPRIORITY, SourceRegister: true, Register: register(0)})
+	case nft.Forward:
+		return append([]expr.Any{&expr.Meta{Key: expr.MetaKeyIIF, Register: register(0)}},
+			append(load(f, s.Key, 4), &expr.Lookup{SourceRegister: register(4), SetName: s.Map.String(),
+				DestRegister: register(4), IsDestRegSet: true}, &forward{device: register(0), addr: register(4), family: f})...)
 	case nft.StripClass:
 		return append(loadPool(nft.PoolNumber, register(0)),
 			&expr.Meta{Key: expr.MetaKeyPRIORITY, SourceRegister: true, Register: register(0)})
@@ -122,6 +126,12 @@ func matchExprs(f ipfamily.Family, s nft.Statement) []expr.Any {
 	case nft.TCPFlags:
 		return slices.Concat(matchExprs(f, nft.ProtocolIs{Protocol: snapshot.TCP}),
 			loadMasked(transportHeader(13, 1), []byte{byte(s.Of)}), []expr.Any{equal(s.Not, []byte{byte(s.Are)})})
+	case nft.OfFamily:
+		return []expr.Any{&expr.Meta{Key: expr.MetaKeyPROTOCOL, Register: register(0)}, equal(false, etherType[f])}
+	case nft.PriorityClassIs:
+		return append(loadPool(nft.PoolClass, register(0)), equal(false, native(s.Value)))
+	case nft.FirstFragment, nft.LaterFragment, nft.TooBig:
+		return matchHeader(f, s)
 	case nft.TCPSequence:
 		return []expr.Any{transportHeader(4, 4), equal(false, make([]byte, 4))}
 	case nft.EchoRequest:
@@ -233,6 +243,8 @@ func load(f ipfamily.Family, key nft.Concat, word int) []expr.Any {
 			out = append(out, loadBucket(f, key.Mod, word, nft.SourceAddr, nft.SourcePort)...)
 		case nft.PoolNumber, nft.PoolClass:
 			out = append(out, loadPool(field, register(word))...)
+		case nft.FlowHash, nft.FlowHash2, nft.QuotedHash, nft.QuotedHash2, nft.FragmentHash:
+			out = append(out, loadHash(f, nft.HashOf(f, field), key.Mod, word)...)
 		default:
 			out = append(out, loadField(f, field, key.Mod, register(word)))
 		}
@@ -264,6 +276,8 @@ func loadField(f ipfamily.Family, field nft.Field, mod uint32, reg uint32) expr.
 	case nft.SourceAddr, nft.DestAddr:
 		return &expr.Payload{DestRegister: reg, Base: expr.PayloadBaseNetworkHeader, Offset: addrOffset(f, field),
 			Len: uint32(f.AddrLen())}
+	case nft.EtherSource:
+		return &expr.Payload{DestRegister: reg, Base: expr.PayloadBaseLLHeader, Offset: 6, Len: 6}
 	case nft.L4Proto:
 		return &expr.Meta{Key: expr.MetaKeyL4PROTO, Register: reg}
 	case nft.DestPort:

@@ -87,6 +87,10 @@ func (b *Backend) judge(txn *nft.Txn, err error) (outcome, error) {
 		return b.lookAfter(txn, err)
 	case r.any(unix.EPERM):
 		return giveUp, b.ownerError(err)
+	case !b.model.NoIngress && b.refusedIngress(r):
+		// The device is gone, or the kernel lacks something: all else goes on without.
+		b.model.NoIngress, b.pending.Globals = true, true
+		return planAgain, nil
 	case r.all(unix.ERESTART, unix.EAGAIN, unix.EINTR):
 		return planAgain, nil
 	case r.any(unix.ENOMEM): // no Service is the cause

@@ -89,8 +89,9 @@ func (c *Conn) ranges(f ipfamily.Family, set nft.SetID) (out []nft.Listed, err e
 // setCount asks how many elements a set has. Before Linux 6.16 the kernel does not tell.
 func (c *Conn) setCount(f ipfamily.Family, set nft.SetID) (n int, told bool, err error) {
 	var w netlink.Buffer
-	m := w.Netfilter(netlink.NFTables(unix.NFT_MSG_GETSET), 0, f.NFProto())
-	w.Text(unix.NFTA_SET_TABLE, nft.TableName)
+	proto, table := tableAt(f, set.IsIngress())
+	m := w.Netfilter(netlink.NFTables(unix.NFT_MSG_GETSET), 0, proto)
+	w.Text(unix.NFTA_SET_TABLE, table)
 	w.Text(unix.NFTA_SET_NAME, set.String())
 	w.End(m)
 	err = c.query(w.Bytes(), func(attrs []byte) {
@@ -103,7 +104,7 @@ func (c *Conn) setCount(f ipfamily.Family, set nft.SetID) (n int, told bool, err
 
 // rawElements lists a set that the layout may not have.
 func (c *Conn) rawElements(f ipfamily.Family, set string) (out []parsed, err error) {
-	err = c.dump(listNamed(f, set), func() { out = nil }, func(attrs []byte) {
+	err = c.dump(listNamed(f, false, set), func() { out = nil }, func(attrs []byte) {
 		for _, elem := range netlink.Each(netlink.Find(attrs, unix.NFTA_SET_ELEM_LIST_ELEMENTS)) {
 			p := parseElement(elem)
 			p.data = bytes.Clone(p.data)
@@ -117,12 +118,15 @@ func (c *Conn) rawElements(f ipfamily.Family, set string) (out []parsed, err err
 }
 
 // listRequest asks for all elements of a set.
-func listRequest(f ipfamily.Family, set nft.SetID) []byte { return listNamed(f, set.String()) }
+func listRequest(f ipfamily.Family, set nft.SetID) []byte {
+	return listNamed(f, set.IsIngress(), set.String())
+}
 
-func listNamed(f ipfamily.Family, set string) []byte {
+func listNamed(f ipfamily.Family, ingress bool, set string) []byte {
 	var w netlink.Buffer
-	m := w.Netfilter(netlink.NFTables(unix.NFT_MSG_GETSETELEM), unix.NLM_F_DUMP, f.NFProto())
-	w.Text(unix.NFTA_SET_ELEM_LIST_TABLE, nft.TableName)
+	proto, table := tableAt(f, ingress)
+	m := w.Netfilter(netlink.NFTables(unix.NFT_MSG_GETSETELEM), unix.NLM_F_DUMP, proto)
+	w.Text(unix.NFTA_SET_ELEM_LIST_TABLE, table)
 	w.Text(unix.NFTA_SET_ELEM_LIST_SET, set)
 	w.End(m)
 	return w.Bytes()

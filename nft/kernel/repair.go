@@ -62,7 +62,7 @@ func (b *Backend) takeOwnership() error {
 		}
 		t.owner, t.flags = port, t.flags|b.batch.tableFlags
 	}
-	return nil
+	return b.claimIngress(port)
 }
 
 // dumpMost is how many slots are read by listing the whole map. The kernel walks the map again for each datagram of a

@@ -35,18 +35,23 @@ const (
 )
 
 // table looks for our table of a family.
-func (c *Conn) table(f ipfamily.Family) (info tableInfo, err error) {
+func (c *Conn) table(f ipfamily.Family) (tableInfo, error) { return c.tableAt(f, false) }
+
+// tableAt looks for either of our tables of a family.
+func (c *Conn) tableAt(f ipfamily.Family, ingress bool) (info tableInfo, err error) {
 	var w netlink.Buffer
-	m := w.Netfilter(netlink.NFTables(unix.NFT_MSG_GETTABLE), 0, f.NFProto())
-	w.Text(unix.NFTA_TABLE_NAME, nft.TableName)
+	proto, name := tableAt(f, ingress)
+	m := w.Netfilter(netlink.NFTables(unix.NFT_MSG_GETTABLE), 0, proto)
+	w.Text(unix.NFTA_TABLE_NAME, name)
 	w.End(m)
 	err = c.query(w.Bytes(), func(attrs []byte) {
 		a := netlink.Decode(attrs)
 		info = tableInfo{exists: true, flags: a[nftaTableFlags].Big32(), owner: a[nftaTableOwner].Big32(),
 			handle: a[nftaTableHandle].Big64()}
 	})
-	if err != nil && !errors.Is(err, unix.ENOENT) {
-		return info, fmt.Errorf("nft: look for table %s %s: %w", f.NFT(), nft.TableName, err)
+	// A kernel without the family netdev has no table there.
+	if err != nil && !errors.Is(err, unix.ENOENT) && !(ingress && errors.Is(err, unix.EAFNOSUPPORT)) {
+		return info, fmt.Errorf("nft: look for table %s: %w", tableText(f, ingress), err)
 	}
 	return info, nil
 }
@@ -96,19 +101,25 @@ func (s *structure) addDifference(f ipfamily.Family, format string, args ...any)
 
 // objects dumps all of a table's objects of a kind. A table that is not there has none.
 func (c *Conn) objects(f ipfamily.Family, msg uint16, do func(attrs netlink.Attributes)) error {
+	return errors.Join(c.objectsAt(f, false, msg, do), c.objectsAt(f, true, msg, do))
+}
+
+// objectsAt is objects for one of a family's tables.
+func (c *Conn) objectsAt(f ipfamily.Family, ingress bool, msg uint16, do func(attrs netlink.Attributes)) error {
 	var w netlink.Buffer
-	m := w.Netfilter(netlink.NFTables(msg), unix.NLM_F_DUMP, f.NFProto())
-	w.Text(1, nft.TableName)
+	proto, name := tableAt(f, ingress)
+	m := w.Netfilter(netlink.NFTables(msg), unix.NLM_F_DUMP, proto)
+	w.Text(1, name)
 	w.End(m)
 	var all []netlink.Attributes
 	err := c.dump(w.Bytes(), func() { all = nil }, func(b []byte) {
 		attrs := netlink.Decode(b)
-		if attrs[1].Text() == nft.TableName { // not every kernel looks at the table that was asked for
+		if attrs[1].Text() == name { // not every kernel looks at the table that was asked for
 			all = append(all, attrs)
 		}
 	})
-	if err != nil && !errors.Is(err, unix.ENOENT) {
-		return fmt.Errorf("nft: list table %s %s: %w", f.NFT(), nft.TableName, err)
+	if err != nil && !errors.Is(err, unix.ENOENT) && !(ingress && errors.Is(err, unix.EAFNOSUPPORT)) {
+		return fmt.Errorf("nft: list table %s: %w", tableText(f, ingress), err)
 	}
 	for _, attrs := range all {
 		do(attrs)

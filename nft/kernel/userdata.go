@@ -12,6 +12,8 @@ import (
 // value in one byte each but for the value, numbers in the host's order. Tests compare it with what nft itself
 // writes.
 const (
+	descEthernet     = 9
+	fieldEtherSource = 2
 	udataComment     = 0 // of a table, chain or element
 	udataKeyOrder    = 0
 	udataDataOrder   = 1
@@ -121,6 +123,8 @@ func typeofField(f ipfamily.Family, field nft.Field) []byte {
 		return payload(descTransport, fieldDestPort)
 	case nft.SourcePort:
 		return payload(descTransport, fieldSourcePort)
+	case nft.EtherSource:
+		return payload(descEthernet, fieldEtherSource)
 	case nft.L4Proto:
 		return typeofExpression(exprMeta, udataWord(0, metaL4Proto))
 	case nft.Priority:
@@ -141,6 +145,7 @@ const (
 	typeInteger = 4
 	typeIPv4    = 7
 	typeIPv6    = 8
+	typeEther   = 9
 	typeProto   = 12
 	typeService = 13
 	typeMark    = 19
@@ -162,6 +167,8 @@ func fieldType(f ipfamily.Family, field nft.Field) uint32 {
 			return typeIPv6
 		}
 		return typeIPv4
+	case nft.EtherSource:
+		return typeEther
 	case nft.L4Proto:
 		return typeProto
 	case nft.DestPort, nft.OriginalDestPort, nft.SourcePort:

@@ -93,7 +93,7 @@ var edits = []edit{
 		h.b.Text(unix.NFTA_SET_ELEM_LIST_SET, set.String())
 		h.b.End(m)
 	}},
-	{"flush chain", func(h *hand) { h.b.chainNamed(h.family(), unix.NFT_MSG_DELRULE, h.anyChain(), "") }},
+	{"flush chain", func(h *hand) { h.b.chainNamed(h.family(), false, unix.NFT_MSG_DELRULE, h.anyChain(), "") }},
 	{"flush all chains", func(h *hand) { h.b.End(h.b.object(h.family(), unix.NFT_MSG_DELRULE, 0, "")) }},
 	{"delete chain", (*hand).deleteChain},
 	{"rename chain", (*hand).rename},
@@ -232,7 +232,7 @@ func (h *hand) addChain() {
 func (h *hand) deleteChain() {
 	name := h.anyChain()
 	h.b.End(h.b.object(h.family(), unix.NFT_MSG_DELRULE, 0, ""))
-	h.b.chainNamed(h.family(), unix.NFT_MSG_DELCHAIN, name, "")
+	h.b.chainNamed(h.family(), false, unix.NFT_MSG_DELCHAIN, name, "")
 }
 
 // rename gives a chain another name. What leads there leads there still.
@@ -247,8 +247,8 @@ func (h *hand) rename() {
 // moveChain makes a base chain anew with another priority.
 func (h *hand) moveChain() {
 	c := nft.Chain{ID: nft.ChainID{Kind: nft.Prerouting}, Hook: &nft.Hook{Type: "nat", Name: "prerouting", Priority: -90}}
-	h.b.chainNamed(h.family(), unix.NFT_MSG_DELRULE, c.ID.Name(), "")
-	h.b.chainNamed(h.family(), unix.NFT_MSG_DELCHAIN, c.ID.Name(), "")
+	h.b.chainNamed(h.family(), false, unix.NFT_MSG_DELRULE, c.ID.Name(), "")
+	h.b.chainNamed(h.family(), false, unix.NFT_MSG_DELCHAIN, c.ID.Name(), "")
 	h.b.newChain(h.family(), &c)
 }
 

@@ -532,7 +532,7 @@ func TestChainsOfOneName(t *testing.T) {
 		b.Attr(unix.NFTA_CHAIN_HANDLE, handles["input"]...)
 		b.Text(unix.NFTA_CHAIN_NAME, name)
 		b.End(m)
-		b.chainNamed(ipfamily.IPv4, unix.NFT_MSG_NEWCHAIN, name, "")
+		b.chainNamed(ipfamily.IPv4, false, unix.NFT_MSG_NEWCHAIN, name, "")
 		b.Finish()
 		if refused, err := open(t, s.host, Options{}).conn.Commit(b.Bytes()); err != nil || len(refused) > 0 {
 			t.Fatal(err, refused)

@@ -15,7 +15,8 @@ func TestEqual(t *testing.T) {
 	testkit.Compares(t, (*Service).equal, "Ports[].Frontends[].Routes[].Pool")
 	testkit.Compares(t, equalScheduling)
 	testkit.Compares(t, (*IPVS).equal)
-	testkit.Compares(t, (*host).equal, "loopback", "records", "settings", "device", "macs") // which follow, or matter to no Service
+	// Those of host that are left out follow, or matter to no Service.
+	testkit.Compares(t, (*host).equal, "loopback", "records", "settings", "device", "macs")
 	testkit.Compares(t, (*Service).sameClaims, "Name", "ClusterIPs", "SilentClusterIPs", "PingableIPs",
 		"LoadBalancerIPs", "HealthCheckNodePort", "OverCapacity", "Counters", "Ports[].Hash",
 		"Ports[].Affinity", "Ports[].Cluster", "Ports[].Local", "Ports[].Serving", "Ports[].Finishing", "Ports[].Scheduling",

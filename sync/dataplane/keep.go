@@ -198,8 +198,10 @@ func (b *builder) keepNodes(f ipfamily.Family) ([]KeepNode, NotKept) {
 
 // unkeep has the clients of a Service masqueraded that would be kept; it asks for too many slots.
 func (b *builder) unkeep(svc *snapshot.Service, sp *ServicePort) {
-	f := ipfamily.Of(sp.Frontends[0].Key.Addr)
-	routes := sp.routes(b.rows(svc, f, true))
+	if !slices.ContainsFunc(sp.Frontends, func(fe Frontend) bool { return fe.Kept }) {
+		return
+	}
+	routes := sp.routes(b.rows(svc, ipfamily.Of(sp.Frontends[0].Key.Addr), true))
 	for i := range sp.Frontends {
 		if fe := &sp.Frontends[i]; fe.Kept {
 			fe.Kept, fe.Routes, sp.NotKept = false, routes, NotKeptSlots
