@@ -29,8 +29,9 @@ type Link struct {
 	// Report gets errors that are retried, each once; nil drops them. Calls do not overlap.
 	Report func(error)
 
-	mu    sync.Mutex
-	asked bool
+	mu sync.Mutex
+	// decided says that Ask was called, and asked what it said last.
+	decided, asked bool
 	// nodes are the addresses of all other nodes, by name; nil until SetNodes.
 	nodes map[string][]netip.Addr
 	news  chan struct{}
@@ -60,12 +61,12 @@ func (l *Link) SetNodes(nodes map[string][]netip.Addr) {
 	l.wake()
 }
 
-// Ask says whether anybody needs to know the neighbours.
+// Ask says whether anybody needs to know the neighbours. Until the first call, the source is not synced.
 func (l *Link) Ask(asked bool) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	if l.asked != asked {
-		l.asked = asked
+	if l.asked != asked || !l.decided {
+		l.decided, l.asked = true, asked
 		l.wake()
 	}
 }
@@ -77,12 +78,10 @@ func (l *Link) wake() {
 	}
 }
 
-// Run puts the Link into sink whenever it differs, until ctx is done; then it returns nil.
+// Run puts the Link into sink whenever it differs, until ctx is done; then it returns nil. It is synced once it knows
+// what it is asked for, or after firstLook: what the kernel forwards from an earlier process goes on until then.
 func (l *Link) Run(ctx context.Context, sink Sink) error {
-	sink.Synced()
-	report, told := serialized(l.Report), ""
-	known := map[string]*neighbour{}
-	var last snapshot.Link
+	w := linkWatch{Link: l, sink: sink, report: serialized(l.Report), known: map[string]*neighbour{}}
 	for pause := time.Duration(0); ; {
 		var tick <-chan time.Time
 		if pause > 0 {
@@ -94,28 +93,67 @@ func (l *Link) Run(ctx context.Context, sink Sink) error {
 		case <-l.news:
 		case <-tick:
 		}
-		l.mu.Lock()
-		asked, nodes := l.asked && l.nodes != nil, l.nodes
-		l.mu.Unlock()
-		var now snapshot.Link
-		pause = 0
-		if asked {
-			pause = max(linkPause, time.Duration(len(nodes))*linkShare)
-			var err error
-			if now, err = l.look(nodes, known); err != nil {
-				if told != err.Error() {
-					told = err.Error()
-					report(fmt.Errorf("neighbours: %w; retrying", err))
-				}
-				continue // what was known stays
+		pause = w.step()
+	}
+}
+
+// linkWatch is a Link at work.
+type linkWatch struct {
+	*Link
+	sink   Sink
+	report func(error)
+	known  map[string]*neighbour
+	last   snapshot.Link
+	// told is the error that was reported last, until it passes.
+	told   string
+	begun  time.Time
+	synced bool
+}
+
+// firstLook is how long the neighbours may take to be known at the start.
+const firstLook = 3 * time.Second
+
+// step looks once, and returns when to look again; 0 means that it is waited for news.
+func (w *linkWatch) step() (pause time.Duration) {
+	w.mu.Lock()
+	decided, asked, nodes := w.decided, w.asked, w.nodes
+	w.mu.Unlock()
+	if decided && w.begun.IsZero() {
+		w.begun = time.Now()
+	}
+	var now snapshot.Link
+	if asked {
+		pause = max(linkPause, time.Duration(len(nodes))*linkShare)
+		var err error
+		if now, err = w.look(nodes, w.known); err != nil {
+			if w.told != err.Error() {
+				w.told = err.Error()
+				w.report(fmt.Errorf("neighbours: %w; retrying", err))
 			}
-			told = ""
-		}
-		if !now.Equal(last) {
-			last = now
-			sink.Put(snapshot.Delta{Link: &now})
+			now = w.last // what was known stays
+		} else {
+			w.told = ""
 		}
 	}
+	if !now.Equal(w.last) {
+		w.last = now
+		w.sink.Put(snapshot.Delta{Link: &now})
+	}
+	if !w.synced && decided && (!asked || nodes != nil && allKnown(now) || time.Since(w.begun) > firstLook) {
+		w.synced = true
+		w.sink.Synced()
+	}
+	return pause
+}
+
+// allKnown reports whether the frames of all neighbours are known.
+func allKnown(l snapshot.Link) bool {
+	for n := range maps.Values(l.Nodes) {
+		if n.Addrs != (ipfamily.Per[netip.Addr]{}) && n.MACs == nil {
+			return false
+		}
+	}
+	return true
 }
 
 // neighbour is what is remembered of a node.

@@ -46,6 +46,8 @@ type Opened struct {
 	Named takeover.Own
 	// ProbeScheduler says why schedulers of IPVS cannot be had. Nil means that it leaves no choice of endpoints to IPVS.
 	ProbeScheduler func(schedulers ...string) error
+	// KeepSupported says why it cannot keep clients' addresses; nil means that it never can.
+	KeepSupported func() error
 	// Heard, if not nil, says when the kernel last answered, for transactions of many messages. It is called beside the
 	// Writer.
 	Heard func() time.Time

@@ -106,6 +106,7 @@ func openNFTables(ctx context.Context, o OpenOptions) (_ *Opened, err error) {
 		Evidence:       func() (EvidenceReader, error) { return kernel.OpenEvidence() },
 		IPVS:           scheduled{scheduler},
 		Heard:          scheduler.Heard,
+		KeepSupported:  tables.KeepSupported,
 		Ledger:         ledgerSource(tables),
 		OnSent:         func(sent func([]byte)) { tables.Sent = sent },
 	}

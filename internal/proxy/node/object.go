@@ -37,18 +37,18 @@ type nodeSource struct {
 	Source
 	node *nodeObject
 	ipvs *ipvsChoice
+	link *linkAsk
 }
 
 // Run runs the source.
 func (s *nodeSource) Run(ctx context.Context, sink watch.Sink) error {
-	return s.Source.Run(ctx, &nodeSink{Sink: sink, node: s.node, ipvs: s.ipvs})
+	return s.Source.Run(ctx, &nodeSink{sink, s})
 }
 
 // nodeSink sees everything on its way to another sink.
 type nodeSink struct {
 	watch.Sink
-	node *nodeObject
-	ipvs *ipvsChoice
+	*nodeSource
 }
 
 func (s *nodeSink) Put(d snapshot.Delta) {
@@ -58,6 +58,7 @@ func (s *nodeSink) Put(d snapshot.Delta) {
 	}
 	s.ipvs.warnSchedulerIgnored(d)
 	s.node.records.take(d)
+	s.link.take(d)
 	s.Sink.Put(d)
 }
 
@@ -70,6 +71,7 @@ func (s *nodeSink) Synced() {
 		s.node.config.log.Error("the Node object does not exist yet: node ports do not answer at its addresses, "+
 			"and no endpoint is in its zone ("+advice+")", "node", s.node.name)
 	}
+	s.link.complete()
 	s.Sink.Synced()
 }
 

@@ -152,6 +152,7 @@ type proxy struct {
 	config *configWatcher
 	object *nodeObject
 	ipvs   *ipvsChoice
+	keep   *linkAsk
 	events clusterEvents
 	// apiServer is the address that the settings have for the API server; the zero Addr if they have none.
 	apiServer netip.Addr
@@ -189,7 +190,12 @@ func runProxy(ctx context.Context, socket *os.File, w *configWatcher, life lifet
 		return err
 	}
 	defer opened.Close()
-	objects, events, publisher, err := openSource(s, name, life.ends, log)
+	keep := newLinkAsk(watch.NewLink(object.addrs, reporter(log)),
+		func() bool { return w.settings.Load().Policy.KeepClientAddress }, log)
+	if keep.cannot = errCannotKeep; opened.KeepSupported != nil {
+		keep.cannot = opened.KeepSupported()
+	}
+	objects, events, publisher, err := openSource(s, name, life.ends, keep, log)
 	if err != nil {
 		return err
 	}
@@ -207,7 +213,7 @@ func runProxy(ctx context.Context, socket *os.File, w *configWatcher, life lifet
 		log.Error("connections are not recorded", "err", err)
 	}
 	defer func() { err = errors.Join(err, object.records.close(life.ends(context.Cause(ctx)))) }()
-	p := &proxy{config: w, object: object, events: events, updates: make(chan configUpdate), apiServer: apiServer(s),
+	p := &proxy{config: w, object: object, keep: keep, events: events, updates: make(chan configUpdate), apiServer: apiServer(s),
 		ipvs: &ipvsChoice{log: log, missing: events.missing, backend: opened.Mode, probe: opened.ProbeScheduler}}
 	v.checks = newHostChecks(log, p.policy, object.last.Load)
 	p.ipvs.warnIgnored(s.Policy.IPVS)
@@ -220,7 +226,7 @@ func runProxy(ctx context.Context, socket *os.File, w *configWatcher, life lifet
 	return p.run(ctx, cleaner, &Node{
 		Config: p.policy(), Backend: opened, Flows: flows, Log: log, RouteLocalnet: RouteLocalnet, Prober: &outlier.TCP{},
 		Ledger: newLedger(s, opened, log), serving: v, minInterval: s.MinSyncPeriod, updates: p.updates,
-		Sources: []Source{&nodeSource{objects, object, p.ipvs}, &watch.Host{Report: reporter(log)}},
+		Sources: []Source{&nodeSource{objects, object, p.ipvs, keep}, &watch.Host{Report: reporter(log)}, keep.link},
 		stuck:   func(what string) { abort(log, what) },
 	})
 }
@@ -278,14 +284,14 @@ func (p *proxy) awaitReady(manifests bool, log *slog.Logger) *time.Timer {
 
 // openSource returns the source of the objects. An API server also accepts events, and what the settings have the
 // publisher write; ends is for that.
-func openSource(s *config.Settings, nodeName string, ends func(error) bool, log *slog.Logger) (Source, clusterEvents,
-	*publisher, error) {
+func openSource(s *config.Settings, nodeName string, ends func(error) bool, keep *linkAsk, log *slog.Logger) (Source,
+	clusterEvents, *publisher, error) {
 	report := reporter(log)
 	if s.Manifests != "" {
 		if s.NodeCondition || s.StartupTaint != "" {
 			log.Warn("nodeCondition and startupTaint have no effect: the objects come from files")
 		}
-		return &watch.Files{Path: s.Manifests, NodeName: nodeName, Report: report,
+		return &watch.Files{Path: s.Manifests, NodeName: nodeName, Nodes: keep.link.SetNodes, Report: report,
 			Notice: func(text string) { log.Info(text) }}, clusterEvents{}, nil, nil
 	}
 	client, err := watch.Client(s.Client).Config()
@@ -293,7 +299,8 @@ func openSource(s *config.Settings, nodeName string, ends func(error) bool, log 
 		return nil, clusterEvents{}, nil, err
 	}
 	events := clusterEvents{watch.NewEvents(client, nodeName, report)}
-	objects := &watch.Kubernetes{Config: client, NodeName: nodeName, PodNames: s.Policy.Records, Report: report}
+	objects := &watch.Kubernetes{Config: client, NodeName: nodeName, PodNames: s.Policy.Records, Report: report,
+		Nodes: keep.link.SetNodes, NodesWanted: keep.wanted}
 	if !s.NodeCondition && s.StartupTaint == "" {
 		return objects, events, nil, nil
 	}
@@ -331,6 +338,7 @@ func (p *proxy) policy() dataplane.Config {
 	policy := p.config.settings.Load().Policy
 	policy.NodeName, policy.IPVS = p.object.name, p.ipvs.effective(policy.IPVS)
 	policy.APIServer, policy.Records = p.apiServer, p.object.records.logs()
+	policy.CannotKeep = p.keep.cannot != nil
 	return policy
 }
 
@@ -340,6 +348,7 @@ func (p *proxy) listener(ctx context.Context) configListener {
 		invalid: p.events.invalid,
 		changed: func(s *config.Settings, fields map[string]bool) {
 			p.object.reportMismatches()
+			p.keep.decide()
 			if anyInSection(fields, "conntrack.") && p.programmed.Load() {
 				setSysctls(p.config.host, s, p.config.log)
 			}

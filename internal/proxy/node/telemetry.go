@@ -351,6 +351,8 @@ func (t *telemetry) sink(from Source, queue *snapshot.Queue) watch.Sink {
 		name = "manifests"
 	case *watch.Host:
 		name = "the host's addresses"
+	case *watch.Link:
+		name = "the neighbours"
 	}
 	return syncedSink{t.metrics.CountingSink(queue), t.pending.add(name)}
 }

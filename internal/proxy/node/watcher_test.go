@@ -325,7 +325,7 @@ func TestNodeIsTold(t *testing.T) {
 	r := followFile(t, "mode: nftables\nclusterCIDR: 10.244.0.0/16\n")
 	r.expect(false)
 	queue := snapshot.NewQueue(1)
-	sink := &nodeSink{Sink: queue, node: r.object, ipvs: r.ipvs}
+	sink := &nodeSink{queue, &nodeSource{node: r.object, ipvs: r.ipvs}}
 	sink.Synced()
 	r.expect(false, `level=ERROR msg="the Node object does not exist yet`, "is --hostname-override right?")
 	ofManifests := *r.config.settings.Load()

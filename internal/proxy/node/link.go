@@ -1,0 +1,86 @@
+package node
+
+import (
+	"errors"
+	"log/slog"
+	"sync"
+
+	"github.com/verdict-proxy/verdict/sync/snapshot"
+	"github.com/verdict-proxy/verdict/sync/watch"
+)
+
+// errCannotKeep is that of backends that write iptables rules.
+var errCannotKeep = errors.New("iptables rules cannot keep them")
+
+// linkAsk has the other nodes watched as neighbours while a Service, or the settings, ask for clients' addresses to be
+// kept. A nil *linkAsk does nothing.
+type linkAsk struct {
+	link *watch.Link
+	// wanted is closed once the other Nodes are to be read.
+	wanted chan struct{}
+	// setting says whether the settings ask, and cannot why the backend cannot keep any address; nil if it can.
+	setting func() bool
+	cannot  error
+	log     *slog.Logger
+
+	mu       sync.Mutex
+	services map[snapshot.Name]bool // that ask
+	synced   bool
+	asked    bool // since the start
+}
+
+func newLinkAsk(link *watch.Link, setting func() bool, log *slog.Logger) *linkAsk {
+	return &linkAsk{link: link, wanted: make(chan struct{}), setting: setting, log: log,
+		services: map[snapshot.Name]bool{}}
+}
+
+// take notes which Services ask.
+func (a *linkAsk) take(d snapshot.Delta) {
+	if a == nil || len(d.Services) == 0 {
+		return
+	}
+	a.mu.Lock()
+	for name, s := range d.Services {
+		if s != nil && s.ClientAddress == snapshot.ClientAddressKeep {
+			a.services[name] = true
+		} else {
+			delete(a.services, name)
+		}
+	}
+	a.mu.Unlock()
+	a.decide()
+}
+
+// complete is called once all Services are known.
+func (a *linkAsk) complete() {
+	if a == nil {
+		return
+	}
+	a.mu.Lock()
+	a.synced = true
+	a.mu.Unlock()
+	a.decide()
+}
+
+// decide is called whenever somebody else may ask. What is missing for it is logged once.
+func (a *linkAsk) decide() {
+	if a == nil {
+		return
+	}
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	if !a.synced {
+		return
+	}
+	asks := len(a.services) > 0 || a.setting()
+	if asks && !a.asked {
+		a.asked = true
+		if a.cannot == nil {
+			close(a.wanted)
+		} else {
+			a.log.Warn("clients' addresses are masqueraded, though Services or the settings ask to keep them",
+				"err", a.cannot)
+		}
+	}
+	a.link.Ask(asks && a.cannot == nil)
+}
