@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"net/netip"
 	"slices"
+	"strings"
 	"time"
 
 	"github.com/verdict-proxy/verdict/internal/system/ipfamily"
@@ -120,7 +121,7 @@ func keepChains(s Structure, f ipfamily.Family) []Chain {
 		{ID: KeepFragments.id(), Comment: "fragments without ports follow the first one", Rules: []Rule{
 			{OfFamily{}, SetPriority{Key: fragmentKey, Map: KeptFragments}, Goto{KeepForward.id()}}, {Accept{}}}},
 		{ID: KeepIngress.id(), Hook: &Hook{"filter", "ingress", priorityIngress}, Device: s.Device, Rules: []Rule{
-			{SetLookup{Key: Concat{Fields: []Field{EtherSource}}, Set: NodeMACs}, Accept{}},
+			{Ethernet{}, SetLookup{Key: Concat{Fields: []Field{EtherSource}}, Set: NodeMACs}, Accept{}},
 			{OfFamily{}, LaterFragment{}, Goto{KeepFragments.id()}},
 			find(KeepFlow),
 			{OfFamily{}, TooBig{}, SetPriority{Key: errorKey, Map: KeptFlows}, Goto{KeepForward.id()}},
@@ -276,7 +277,7 @@ func (p *planner) macs(now []snapshot.MAC) {
 
 func macElement(m snapshot.MAC) Element {
 	e := Element{Set: NodeMACs}
-	e.KeyLen = uint8(copy(e.key[:], m[:])+3) &^ 3
+	e.KeyLen = uint8(copy(e.key[:], m[:]))
 	return e
 }
 
@@ -313,6 +314,11 @@ func (p *planner) leaveIngress() {
 type OfFamily struct{}
 
 func (OfFamily) text(ipfamily.Family) string { return "" }
+
+// Ethernet matches packets that came in by a device of Ethernet. nft leaves it out, as OfFamily.
+type Ethernet struct{}
+
+func (Ethernet) text(ipfamily.Family) string { return "" }
 
 // Forward sends the packet by the interface by which it came in, to the neighbour whose address a map holds for a key.
 // Without one, it does nothing.
@@ -363,7 +369,7 @@ func (TooBig) text(f ipfamily.Family) string {
 	return "icmp type destination-unreachable"
 }
 
-// Hashed is what a hash is made of: fields, or bits at places of the network or transport header.
+// Hashed is what a hash is made of: fields, and bits at places of the network or transport header.
 type Hashed struct {
 	Fields []Field
 	// Raw are pairs of offset and length in bits, of the network header with Network, else of the transport header.
@@ -396,31 +402,28 @@ func HashOf(f ipfamily.Family, field Field) *Hashed {
 	case QuotedHash2:
 		return &Hashed{Raw: quoted, Seed: seedFlow2}
 	case FragmentHash: // addresses, and the datagram's identification
-		return &Hashed{Raw: ipfamily.Per[[][2]uint32]{{{96, 32}, {128, 32}, {32, 16}},
-			{{64, 128}, {192, 128}, {352, 32}}}[f], Network: true, Seed: seedFlow}
+		fields := []Field{SourceAddr, DestAddr, DatagramID}
+		if f == ipfamily.IPv6 { // whose identification is in the next header
+			return &Hashed{Fields: fields[:2], Raw: [][2]uint32{{352, 32}}, Network: true, Seed: seedFlow}
+		}
+		return &Hashed{Fields: fields, Seed: seedFlow}
 	}
 	return nil
 }
 
 func (h *Hashed) text(f ipfamily.Family, mod uint32) string {
-	text := "jhash "
-	for i, field := range h.Fields {
-		if i > 0 {
-			text += " . "
-		}
-		text += fieldText(f, field, 0)
+	var parts []string
+	for _, field := range h.Fields {
+		parts = append(parts, fieldText(f, field, 0))
 	}
-	for i, at := range h.Raw {
-		base := "th"
-		if h.Network {
-			base = "nh"
-		}
-		if i > 0 {
-			text += " . "
-		}
-		text += fmt.Sprintf("@%s,%d,%d", base, at[0], at[1])
+	base := "th"
+	if h.Network {
+		base = "nh"
 	}
-	return fmt.Sprintf("%s mod %d seed %#x", text, mod, h.Seed)
+	for _, at := range h.Raw {
+		parts = append(parts, fmt.Sprintf("@%s,%d,%d", base, at[0], at[1]))
+	}
+	return fmt.Sprintf("jhash %s mod %d seed %#x", strings.Join(parts, " . "), mod, h.Seed)
 }
 
 // mixedHash hashes bytes with a seed, so that all bits depend on all bytes.

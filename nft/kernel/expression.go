@@ -128,6 +128,10 @@ func matchExprs(f ipfamily.Family, s nft.Statement) []expr.Any {
 			loadMasked(transportHeader(13, 1), []byte{byte(s.Of)}), []expr.Any{equal(s.Not, []byte{byte(s.Are)})})
 	case nft.OfFamily:
 		return []expr.Any{&expr.Meta{Key: expr.MetaKeyPROTOCOL, Register: register(0)}, equal(false, etherType[f])}
+	case nft.Ethernet:
+		const arphrdEther = 1
+		return []expr.Any{&expr.Meta{Key: expr.MetaKeyIIFTYPE, Register: register(0)},
+			equal(false, binary.NativeEndian.AppendUint16(nil, arphrdEther))}
 	case nft.PriorityClassIs:
 		return append(loadPool(nft.PoolClass, register(0)), equal(false, native(s.Value)))
 	case nft.FirstFragment, nft.LaterFragment, nft.TooBig:
@@ -282,6 +286,8 @@ func loadField(f ipfamily.Family, field nft.Field, mod uint32, reg uint32) expr.
 		return &expr.Meta{Key: expr.MetaKeyL4PROTO, Register: reg}
 	case nft.DestPort:
 		return &expr.Payload{DestRegister: reg, Base: expr.PayloadBaseTransportHeader, Offset: 2, Len: 2}
+	case nft.DatagramID:
+		return &expr.Payload{DestRegister: reg, Base: expr.PayloadBaseNetworkHeader, Offset: 4, Len: 2}
 	case nft.SourcePort:
 		return &expr.Payload{DestRegister: reg, Base: expr.PayloadBaseTransportHeader, Offset: 0, Len: 2}
 	case nft.RandomSlot:
