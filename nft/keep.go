@@ -288,6 +288,17 @@ func macElements(macs []snapshot.MAC) (out []Element) {
 	return out
 }
 
+// keepers returns the Services that divide clients among nodes, sorted.
+func keepers(s *dataplane.State) (names []snapshot.Name) {
+	for name, svc := range s.Services {
+		if slices.ContainsFunc(svc.Ports, func(sp *dataplane.ServicePort) bool { return sp.Keep != nil }) {
+			names = append(names, name)
+		}
+	}
+	slices.SortFunc(names, snapshot.Name.Compare)
+	return names
+}
+
 // leaveIngress takes all elements out of the tables of the family netdev, which go. Their Services' frontends stay.
 func (p *planner) leaveIngress() {
 	p.macs(nil)

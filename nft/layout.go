@@ -236,7 +236,8 @@ var chainNames = [...]string{
 	"first-endpoint", "uncounted-first-endpoint",
 	"refused", "answers", "unanswered", "evidence", "evidence-input", "record-resets", "record-resets-input", "over-limit",
 	"limited-pool",
-	"ingress", "forward-on", "send", "share", "share-again", "known-flow", "flow", "fragments", "",
+	"keep-ingress", "keep-forward", "keep-send", "keep-share", "keep-share-again", "keep-known", "keep-flow",
+	"keep-fragments", "",
 	"pick", "uncounted-pick", "sticky", "remember", "client-limit", "hash", "uncounted-hash", "hash-port",
 	"uncounted-hash-port", "sticky-hash",
 }
