@@ -497,16 +497,23 @@ func layout(f ipfamily.Family, s Structure) Table {
 			{Goto{FromClusterIP.id()}}}},
 		Chain{ID: Input.id(), Hook: &Hook{"nat", "input", prioritySrcNAT}, Rules: input(s)},
 		postrouting(s))
+	t.Chains = append(t.Chains, optionalChains(&t, s, f)...)
+	return t
+}
+
+// optionalChains are those of what only some operators ask for. Chains that are there already change for records.
+func optionalChains(t *Table, s Structure, f ipfamily.Family) (out []Chain) {
 	if s.Records {
-		t.Chains = append(logRefusals(t.Chains), recordResets()...)
+		t.Chains = logRefusals(t.Chains)
+		out = recordResets()
 	}
 	if s.Evidence {
-		t.Chains = append(t.Chains, evidence(s)...)
+		out = append(out, evidence(s)...)
 	}
 	if s.Device != "" {
-		t.Chains = append(t.Chains, keepChains(s, f)...)
+		out = append(out, keepChains(s, f)...)
 	}
-	return t
+	return out
 }
 
 // input handles connections that end on this node. The priority held the pool's id until here, so it is cleared for

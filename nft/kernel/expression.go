@@ -126,16 +126,8 @@ func matchExprs(f ipfamily.Family, s nft.Statement) []expr.Any {
 	case nft.TCPFlags:
 		return slices.Concat(matchExprs(f, nft.ProtocolIs{Protocol: snapshot.TCP}),
 			loadMasked(transportHeader(13, 1), []byte{byte(s.Of)}), []expr.Any{equal(s.Not, []byte{byte(s.Are)})})
-	case nft.OfFamily:
-		return []expr.Any{&expr.Meta{Key: expr.MetaKeyPROTOCOL, Register: register(0)}, equal(false, etherType[f])}
-	case nft.Ethernet:
-		const arphrdEther = 1
-		return []expr.Any{&expr.Meta{Key: expr.MetaKeyIIFTYPE, Register: register(0)},
-			equal(false, binary.NativeEndian.AppendUint16(nil, arphrdEther))}
-	case nft.PriorityClassIs:
-		return append(loadPool(nft.PoolClass, register(0)), equal(false, native(s.Value)))
-	case nft.FirstFragment, nft.LaterFragment, nft.TooBig:
-		return matchHeader(f, s)
+	case nft.OfFamily, nft.Ethernet, nft.PriorityClassIs, nft.FirstFragment, nft.LaterFragment, nft.TooBig:
+		return matchAtIngress(f, s)
 	case nft.TCPSequence:
 		return []expr.Any{transportHeader(4, 4), equal(false, make([]byte, 4))}
 	case nft.EchoRequest:

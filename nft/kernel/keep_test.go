@@ -64,7 +64,8 @@ func newSegment(t testing.TB) *segment {
 		}
 	}
 	plug(s.router, "p0", 1)
-	labtest.Check(t, lab.Link(lab.End{Host: s.outside, Link: "eth0"}, lab.End{Host: s.router, Link: "out"}, lab.LinkOptions{}))
+	labtest.Check(t, lab.Link(lab.End{Host: s.outside, Link: "eth0"}, lab.End{Host: s.router, Link: "out"},
+		lab.LinkOptions{}))
 	outside := ipfamily.Per[[2]string]{{"198.51.100.7/24", "198.51.100.1/24"}, {"2001:db8:51::7/64", "2001:db8:51::1/64"}}
 	for _, f := range lab.Families() {
 		labtest.Check(t, s.outside.AddAddr("eth0", netip.MustParsePrefix(outside[f][0])))
@@ -79,7 +80,8 @@ func newSegment(t testing.TB) *segment {
 		s.addPod(n, i+1, name)
 	}
 	for _, f := range lab.Families() {
-		labtest.Check(t, s.router.AddRoute(lab.Route{To: netip.PrefixFrom(s.vip[f], f.Bits()), Via: keepAddr(f, 2), Link: "eth0"}))
+		labtest.Check(t, s.router.AddRoute(lab.Route{To: netip.PrefixFrom(s.vip[f], f.Bits()), Via: keepAddr(f, 2),
+			Link: "eth0"}))
 	}
 	return s
 }
@@ -106,8 +108,9 @@ func (s *segment) addNode(n *lab.Net, i int, name string, plug func(*lab.Host, s
 		}
 	}
 	node.backend = open(s.t, h, Options{})
-	node.planner = dataplane.NewPlanner(dataplane.Config{NodeName: name, DetectLocal: dataplane.DetectLocal{ClusterCIDRs: []netip.Prefix{
-		netip.MustParsePrefix("10.244.0.0/16"), netip.MustParsePrefix("fd00:244::/32")}}})
+	pods := []netip.Prefix{netip.MustParsePrefix("10.244.0.0/16"), netip.MustParsePrefix("fd00:244::/32")}
+	node.planner = dataplane.NewPlanner(dataplane.Config{NodeName: name,
+		DetectLocal: dataplane.DetectLocal{ClusterCIDRs: pods}})
 	s.nodes = append(s.nodes, node)
 }
 
@@ -133,13 +136,16 @@ var keepService = snapshot.Name{Namespace: "shop", Name: "web"}
 func (s *segment) service(edit func(*snapshot.Service), nodes ...int) snapshot.Delta {
 	svc := &snapshot.Service{Name: keepService, ClientAddress: snapshot.ClientAddressKeep, Ports: []snapshot.Port{
 		{Name: "tcp", Protocol: snapshot.TCP, Port: 80}, {Name: "udp", Protocol: snapshot.UDP, Port: 80}}}
-	d := snapshot.Delta{Slices: map[snapshot.Name]*snapshot.Slice{}, Services: map[snapshot.Name]*snapshot.Service{keepService: svc}}
+	d := snapshot.Delta{Slices: map[snapshot.Name]*snapshot.Slice{},
+		Services: map[snapshot.Name]*snapshot.Service{keepService: svc}}
 	for _, f := range lab.Families() {
 		svc.ClusterIPs = append(svc.ClusterIPs, ipfamily.Per[netip.Addr]{netip.MustParseAddr("10.96.0.80"),
 			netip.MustParseAddr("fd00:96::80")}[f])
 		svc.LoadBalancerIPs = append(svc.LoadBalancerIPs, s.vip[f])
-		slice := &snapshot.Slice{Name: snapshot.Name{Namespace: "shop", Name: "web" + f.String()}, Service: "web", Ports: []snapshot.SlicePort{
-			{Name: "tcp", Protocol: snapshot.TCP, Port: 8080}, {Name: "udp", Protocol: snapshot.UDP, Port: 8080}}}
+		slice := &snapshot.Slice{Name: snapshot.Name{Namespace: "shop", Name: "web" + f.String()}, Service: "web"}
+		for _, p := range svc.Ports {
+			slice.Ports = append(slice.Ports, snapshot.SlicePort{Name: p.Name, Protocol: p.Protocol, Port: 8080})
+		}
 		for _, n := range nodes {
 			slice.Endpoints = append(slice.Endpoints, snapshot.Endpoint{Addr: keepPod(f, n, 5), Node: s.nodes[n].name,
 				Ready: true, Serving: true})
@@ -255,7 +261,8 @@ func TestClientAddressListed(t *testing.T) {
 	for _, n := range labtest.Nfts(t) { // what it lists, it loads, and then lists the same
 		listed := labtest.Run(t, a.Host, "", n.Path, "list", "table", "netdev", "verdict6")
 		labtest.Run(t, s.outside, listed, n.Path, "-f", "-")
-		if got := labtest.Run(t, s.outside, "", n.Path, "list", "table", "netdev", "verdict6"); plainFlows(got) != plainFlows(listed) {
+		got := labtest.Run(t, s.outside, "", n.Path, "list", "table", "netdev", "verdict6")
+		if plainFlows(got) != plainFlows(listed) {
 			t.Errorf("%s: %s", n.Path, labtest.FirstDifference(got, listed))
 		}
 		labtest.Run(t, s.outside, "", n.Path, "flush", "ruleset")
