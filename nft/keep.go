@@ -108,7 +108,8 @@ func keepChains(s Structure, f ipfamily.Family) []Chain {
 	}
 	share.Rules = append(share.Rules, onward...)
 	return []Chain{
-		{ID: KeepForward.id(), Comment: "to the node, or on here if it is this one", Rules: append([]Rule{{toMember}}, onward...)},
+		{ID: KeepForward.id(), Comment: "to the node, or on here if it is this one",
+			Rules: append([]Rule{{toMember}}, onward...)},
 		{ID: KeepSend.id(), Comment: "flows that get a node",
 			Rules: []Rule{remember, fragments, {Goto{KeepForward.id()}}}},
 		share,
@@ -117,7 +118,8 @@ func keepChains(s Structure, f ipfamily.Family) []Chain {
 		{ID: KeepKnown.id(), Comment: "flows that were here before", Rules: append([]Rule{remember, fragments, {toMember},
 			{SetLookup{Key: wholeKey, Set: KeptOwn}, ClearPriority{}, Accept{}}}, Rule{Goto{KeepShareAgain.id()}})},
 		{ID: KeepFlow.id(), Comment: "packets to frontends that keep their clients' addresses",
-			Rules: []Rule{{OfFamily{}, SetPriority{Key: flowKey, Map: KeptFlows}, Goto{KeepKnown.id()}}, {Goto{KeepShare.id()}}}},
+			Rules: []Rule{{OfFamily{}, SetPriority{Key: flowKey, Map: KeptFlows}, Goto{KeepKnown.id()}},
+				{Goto{KeepShare.id()}}}},
 		{ID: KeepFragments.id(), Comment: "fragments without ports follow the first one", Rules: []Rule{
 			{OfFamily{}, SetPriority{Key: fragmentKey, Map: KeptFragments}, Goto{KeepForward.id()}}, {Accept{}}}},
 		{ID: KeepIngress.id(), Hook: &Hook{"filter", "ingress", priorityIngress}, Device: s.Device, Rules: []Rule{
@@ -349,8 +351,8 @@ func (s PriorityClassIs) text(f ipfamily.Family) string {
 	return fieldText(f, PoolClass, 0) + " == " + classID(s.Value)
 }
 
-// FirstFragment matches first fragments, which have the header with the ports; LaterFragment matches all others. In IPv6
-// that is so if the fragment's header is the first after the packet's.
+// FirstFragment matches first fragments, which have the header with the ports; LaterFragment matches all others. In
+// IPv6 that is so if the fragment's header is the first after the packet's.
 type (
 	FirstFragment struct{}
 	LaterFragment struct{}

@@ -37,7 +37,9 @@ const (
 )
 
 // hookNumbers are the kernel's, from linux/netfilter.h.
-var hookNumbers = map[string]uint32{"ingress": 0, "prerouting": 0, "input": 1, "forward": 2, "output": 3, "postrouting": 4}
+var hookNumbers = map[string]uint32{
+	"ingress": 0, "prerouting": 0, "input": 1, "forward": 2, "output": 3, "postrouting": 4,
+}
 
 // batch encodes a transaction. It records what each message holds, so that errors can name the object.
 type batch struct {
