@@ -98,7 +98,8 @@ func TestKeep(t *testing.T) {
 		for i := range sp.Frontends {
 			f := &sp.Frontends[i]
 			r, outer := f.Route(Anyone), f.Kind == LoadBalancerIP
-			if f.Kept != (c.kept && outer) || f.Kind != ClusterIP && len(c.on) > 0 && (r.Pool == sp.Local) != (c.local && outer) ||
+			if f.Kept != (c.kept && outer) ||
+				f.Kind != ClusterIP && len(c.on) > 0 && (r.Pool == sp.Local) != (c.local && outer) ||
 				outer && r.SNAT == c.local || f.Kind != ClusterIP && f.Route(Node).Pool != sp.Cluster && len(c.on) > 0 {
 				t.Errorf("%s: %v: kept %v, routes %+v", what, f.Key, f.Kept, f.Routes)
 			}
