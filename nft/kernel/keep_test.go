@@ -391,14 +391,18 @@ func (s *segment) tooBig(f ipfamily.Family) {
 	c, err := s.outside.DialContext(ctx, "tcp", netip.AddrPortFrom(s.vip[f], 80).String())
 	labtest.Check(s.t, err)
 	defer c.Close()
-	labtest.Run(s.t, s.router, "", "ip", "link", "set", "out", "mtu", "1300")
+	narrow := func(mtu string) { // on both sides, as a link takes no more than its other end
+		labtest.Run(s.t, s.outside, "", "ip", "link", "set", "eth0", "mtu", mtu)
+		labtest.Run(s.t, s.router, "", "ip", "link", "set", "out", "mtu", mtu)
+	}
+	narrow("1300")
 	labtest.Check(s.t, c.SetDeadline(time.Now().Add(5*time.Second)))
 	const size = 64 << 10
 	go c.Write(make([]byte, size))
 	if n, err := io.ReadAtLeast(c, make([]byte, 2*size), size); err != nil {
 		s.t.Fatalf("%s: %d bytes came back: %v", f, n, err)
 	}
-	labtest.Run(s.t, s.router, "", "ip", "link", "set", "out", "mtu", "1500")
+	narrow("1500")
 }
 
 // TestClientAddressWithoutDevice: while the device is not there, all else is written, and once a state has one that is,
