@@ -440,7 +440,8 @@ func (p *port) sameElements(o *port) bool {
 			return false
 		}
 	}
-	return p.kept.id == o.kept.id && p.kept.class == o.kept.class && p.counting.frontends() == o.counting.frontends() && p.sourceID == o.sourceID && p.timeout > 0 == (o.timeout > 0)
+	return p.kept.id == o.kept.id && p.kept.class == o.kept.class &&
+		p.counting.frontends() == o.counting.frontends() && p.sourceID == o.sourceID && p.timeout > 0 == (o.timeout > 0)
 }
 
 // eachAddress calls do for what a Service itself needs of each address; its frontends need more.

@@ -36,15 +36,18 @@ type slotsKey struct {
 }
 
 // globals takes over what all Services share, but for the trees.
-func (p *planner) globals(s *dataplane.State) {
+// They may also concern Services, which it returns.
+func (p *planner) globals(s *dataplane.State) (concerned []snapshot.Name) {
 	if p.m.structureOf(s, ipfamily.IPv4).Device != p.m.tables[0].structure.Device {
 		p.leaveIngress()
+		concerned = keepers(s)
 	}
 	for i, f := range ipfamily.All {
 		tm, wanted := &p.m.tables[i], p.m.structureOf(s, f)
 		wanted.Uses = tm.structure.Uses
 		tm.restructure(f, wanted)
 	}
+	return concerned
 }
 
 // restructure has a table be made for something else.

@@ -208,6 +208,9 @@ func ElementFrom(f ipfamily.Family, set SetID, key, keyEnd, data []byte, chain, 
 func PaddedLen(f ipfamily.Family, fields []Field) int {
 	n := 0
 	for _, field := range fields {
+		if field == EtherSource { // which stands alone
+			return field.Len(f)
+		}
 		n += (field.Len(f) + 3) &^ 3
 	}
 	return n
@@ -315,7 +318,7 @@ func fieldValues(f ipfamily.Family, fields []Field, b []byte, order binary.ByteO
 	for i, field := range fields {
 		n := field.Len(f)
 		parts[i] = fieldValue(field, b[:n], order)
-		b = b[(n+3)&^3:]
+		b = b[min((n+3)&^3, len(b)):]
 	}
 	return strings.Join(parts, " . ")
 }

@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"net/netip"
 	"slices"
+	"strings"
 	"time"
 
 	"github.com/verdict-proxy/verdict/internal/system/ipfamily"
@@ -107,7 +108,8 @@ func keepChains(s Structure, f ipfamily.Family) []Chain {
 	}
 	share.Rules = append(share.Rules, onward...)
 	return []Chain{
-		{ID: KeepForward.id(), Comment: "to the node, or on here if it is this one", Rules: append([]Rule{{toMember}}, onward...)},
+		{ID: KeepForward.id(), Comment: "to the node, or on here if it is this one",
+			Rules: append([]Rule{{toMember}}, onward...)},
 		{ID: KeepSend.id(), Comment: "flows that get a node",
 			Rules: []Rule{remember, fragments, {Goto{KeepForward.id()}}}},
 		share,
@@ -116,11 +118,12 @@ func keepChains(s Structure, f ipfamily.Family) []Chain {
 		{ID: KeepKnown.id(), Comment: "flows that were here before", Rules: append([]Rule{remember, fragments, {toMember},
 			{SetLookup{Key: wholeKey, Set: KeptOwn}, ClearPriority{}, Accept{}}}, Rule{Goto{KeepShareAgain.id()}})},
 		{ID: KeepFlow.id(), Comment: "packets to frontends that keep their clients' addresses",
-			Rules: []Rule{{OfFamily{}, SetPriority{Key: flowKey, Map: KeptFlows}, Goto{KeepKnown.id()}}, {Goto{KeepShare.id()}}}},
+			Rules: []Rule{{OfFamily{}, SetPriority{Key: flowKey, Map: KeptFlows}, Goto{KeepKnown.id()}},
+				{Goto{KeepShare.id()}}}},
 		{ID: KeepFragments.id(), Comment: "fragments without ports follow the first one", Rules: []Rule{
 			{OfFamily{}, SetPriority{Key: fragmentKey, Map: KeptFragments}, Goto{KeepForward.id()}}, {Accept{}}}},
 		{ID: KeepIngress.id(), Hook: &Hook{"filter", "ingress", priorityIngress}, Device: s.Device, Rules: []Rule{
-			{SetLookup{Key: Concat{Fields: []Field{EtherSource}}, Set: NodeMACs}, Accept{}},
+			{Ethernet{}, SetLookup{Key: Concat{Fields: []Field{EtherSource}}, Set: NodeMACs}, Accept{}},
 			{OfFamily{}, LaterFragment{}, Goto{KeepFragments.id()}},
 			find(KeepFlow),
 			{OfFamily{}, TooBig{}, SetPriority{Key: errorKey, Map: KeptFlows}, Goto{KeepForward.id()}},
@@ -276,7 +279,7 @@ func (p *planner) macs(now []snapshot.MAC) {
 
 func macElement(m snapshot.MAC) Element {
 	e := Element{Set: NodeMACs}
-	e.KeyLen = uint8(copy(e.key[:], m[:])+3) &^ 3
+	e.KeyLen = uint8(copy(e.key[:], m[:]))
 	return e
 }
 
@@ -285,6 +288,17 @@ func macElements(macs []snapshot.MAC) (out []Element) {
 		out = append(out, macElement(m))
 	}
 	return out
+}
+
+// keepers returns the Services that divide clients among nodes, sorted.
+func keepers(s *dataplane.State) (names []snapshot.Name) {
+	for name, svc := range s.Services {
+		if slices.ContainsFunc(svc.Ports, func(sp *dataplane.ServicePort) bool { return sp.Keep != nil }) {
+			names = append(names, name)
+		}
+	}
+	slices.SortFunc(names, snapshot.Name.Compare)
+	return names
 }
 
 // leaveIngress takes all elements out of the tables of the family netdev, which go. Their Services' frontends stay.
@@ -314,6 +328,11 @@ type OfFamily struct{}
 
 func (OfFamily) text(ipfamily.Family) string { return "" }
 
+// Ethernet matches packets that came in by a device of Ethernet. nft leaves it out, as OfFamily.
+type Ethernet struct{}
+
+func (Ethernet) text(ipfamily.Family) string { return "" }
+
 // Forward sends the packet by the interface by which it came in, to the neighbour whose address a map holds for a key.
 // Without one, it does nothing.
 type Forward struct {
@@ -332,8 +351,8 @@ func (s PriorityClassIs) text(f ipfamily.Family) string {
 	return fieldText(f, PoolClass, 0) + " == " + classID(s.Value)
 }
 
-// FirstFragment matches first fragments, which have the header with the ports; LaterFragment matches all others. In IPv6
-// that is so if the fragment's header is the first after the packet's.
+// FirstFragment matches first fragments, which have the header with the ports; LaterFragment matches all others. In
+// IPv6 that is so if the fragment's header is the first after the packet's.
 type (
 	FirstFragment struct{}
 	LaterFragment struct{}
@@ -363,7 +382,7 @@ func (TooBig) text(f ipfamily.Family) string {
 	return "icmp type destination-unreachable"
 }
 
-// Hashed is what a hash is made of: fields, or bits at places of the network or transport header.
+// Hashed is what a hash is made of: fields, and bits at places of the network or transport header.
 type Hashed struct {
 	Fields []Field
 	// Raw are pairs of offset and length in bits, of the network header with Network, else of the transport header.
@@ -396,31 +415,28 @@ func HashOf(f ipfamily.Family, field Field) *Hashed {
 	case QuotedHash2:
 		return &Hashed{Raw: quoted, Seed: seedFlow2}
 	case FragmentHash: // addresses, and the datagram's identification
-		return &Hashed{Raw: ipfamily.Per[[][2]uint32]{{{96, 32}, {128, 32}, {32, 16}},
-			{{64, 128}, {192, 128}, {352, 32}}}[f], Network: true, Seed: seedFlow}
+		fields := []Field{SourceAddr, DestAddr, DatagramID}
+		if f == ipfamily.IPv6 { // whose identification is in the next header
+			return &Hashed{Fields: fields[:2], Raw: [][2]uint32{{352, 32}}, Network: true, Seed: seedFlow}
+		}
+		return &Hashed{Fields: fields, Seed: seedFlow}
 	}
 	return nil
 }
 
 func (h *Hashed) text(f ipfamily.Family, mod uint32) string {
-	text := "jhash "
-	for i, field := range h.Fields {
-		if i > 0 {
-			text += " . "
-		}
-		text += fieldText(f, field, 0)
+	var parts []string
+	for _, field := range h.Fields {
+		parts = append(parts, fieldText(f, field, 0))
 	}
-	for i, at := range h.Raw {
-		base := "th"
-		if h.Network {
-			base = "nh"
-		}
-		if i > 0 {
-			text += " . "
-		}
-		text += fmt.Sprintf("@%s,%d,%d", base, at[0], at[1])
+	base := "th"
+	if h.Network {
+		base = "nh"
 	}
-	return fmt.Sprintf("%s mod %d seed %#x", text, mod, h.Seed)
+	for _, at := range h.Raw {
+		parts = append(parts, fmt.Sprintf("@%s,%d,%d", base, at[0], at[1]))
+	}
+	return fmt.Sprintf("jhash %s mod %d seed %#x", strings.Join(parts, " . "), mod, h.Seed)
 }
 
 // mixedHash hashes bytes with a seed, so that all bits depend on all bytes.

@@ -236,7 +236,8 @@ var chainNames = [...]string{
 	"first-endpoint", "uncounted-first-endpoint",
 	"refused", "answers", "unanswered", "evidence", "evidence-input", "record-resets", "record-resets-input", "over-limit",
 	"limited-pool",
-	"ingress", "forward-on", "send", "share", "share-again", "known-flow", "flow", "fragments", "",
+	"keep-ingress", "keep-forward", "keep-send", "keep-share", "keep-share-again", "keep-known", "keep-flow",
+	"keep-fragments", "",
 	"pick", "uncounted-pick", "sticky", "remember", "client-limit", "hash", "uncounted-hash", "hash-port",
 	"uncounted-hash-port", "sticky-hash",
 }
@@ -496,16 +497,23 @@ func layout(f ipfamily.Family, s Structure) Table {
 			{Goto{FromClusterIP.id()}}}},
 		Chain{ID: Input.id(), Hook: &Hook{"nat", "input", prioritySrcNAT}, Rules: input(s)},
 		postrouting(s))
+	t.Chains = append(t.Chains, optionalChains(&t, s, f)...)
+	return t
+}
+
+// optionalChains are those of what only some operators ask for. Chains that are there already change for records.
+func optionalChains(t *Table, s Structure, f ipfamily.Family) (out []Chain) {
 	if s.Records {
-		t.Chains = append(logRefusals(t.Chains), recordResets()...)
+		t.Chains = logRefusals(t.Chains)
+		out = recordResets()
 	}
 	if s.Evidence {
-		t.Chains = append(t.Chains, evidence(s)...)
+		out = append(out, evidence(s)...)
 	}
 	if s.Device != "" {
-		t.Chains = append(t.Chains, keepChains(s, f)...)
+		out = append(out, keepChains(s, f)...)
 	}
-	return t
+	return out
 }
 
 // input handles connections that end on this node. The priority held the pool's id until here, so it is cleared for

@@ -102,7 +102,7 @@ func (m *Model) Plan(s *dataplane.State, change dataplane.Change, limit int) *Tx
 	}
 	p := m.planner()
 	if change.Globals {
-		p.globals(s)
+		change = change.With(dataplane.Change{Services: p.globals(s)})
 	}
 	p.plan(s, change.Services, limit)
 	if change.Globals {

@@ -122,6 +122,8 @@ const (
 	FlowHash2
 	QuotedHash
 	QuotedHash2
+	// DatagramID is IPv4's identification of a datagram, which its fragments have in common.
+	DatagramID
 	// FragmentHash is a hash of a fragment's addresses and identification.
 	FragmentHash
 	// PoolNumber and PoolClass are the two parts of a priority that came from Pools.
@@ -174,6 +176,8 @@ func fieldText(f ipfamily.Family, field Field, mod uint32) string {
 		return "ct reply proto-src"
 	case EtherSource:
 		return "ether saddr"
+	case DatagramID:
+		return "ip id"
 	case FlowHash, FlowHash2, QuotedHash, QuotedHash2, FragmentHash:
 		return HashOf(f, field).text(f, mod)
 	case PoolNumber:
@@ -206,7 +210,7 @@ func (field Field) Len(f ipfamily.Family) int {
 		return 1
 	case EtherSource:
 		return 6
-	case DestPort, OriginalDestPort, SourcePort, OriginalSourcePort, ReplySourcePort:
+	case DatagramID, DestPort, OriginalDestPort, SourcePort, OriginalSourcePort, ReplySourcePort:
 		return 2
 	}
 	return 4

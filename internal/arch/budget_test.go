@@ -10,9 +10,9 @@ import (
 // in the commit what the lines are for, and what they replace.
 var budget = map[string]int{
 	"cmd":              4_810,
-	"nft":              18_500,
+	"nft":              19_440,
 	"ipvsplugin":       3_280,
-	"sync":             15_480,
+	"sync":             15_500,
 	"internal/system":  7_620,
 	"internal/proxy":   28_110,
 	"internal/answers": 15_110,

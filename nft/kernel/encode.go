@@ -37,7 +37,9 @@ const (
 )
 
 // hookNumbers are the kernel's, from linux/netfilter.h.
-var hookNumbers = map[string]uint32{"ingress": 0, "prerouting": 0, "input": 1, "forward": 2, "output": 3, "postrouting": 4}
+var hookNumbers = map[string]uint32{
+	"ingress": 0, "prerouting": 0, "input": 1, "forward": 2, "output": 3, "postrouting": 4,
+}
 
 // batch encodes a transaction. It records what each message holds, so that errors can name the object.
 type batch struct {
@@ -122,28 +124,14 @@ func (b *batch) reserve(txn *nft.Txn) {
 
 // table writes a table's part in the order TableTxn gives.
 func (b *batch) table(f ipfamily.Family, tt *nft.TableTxn) {
-	if tt.DropIngress {
-		b.dropIngress(f)
-	}
-	if tt.Create != nil {
-		b.replaceTable(f, tt.Create)
-		b.addIngress(f, tt.Create.Sets)
-		for i := range tt.Create.Sets {
-			b.newSet(f, &tt.Create.Sets[i])
-		}
-	}
-	b.addIngress(f, tt.AddSets)
-	for i := range tt.AddSets {
-		b.newSet(f, &tt.AddSets[i])
-	}
+	b.tableAndSets(f, tt)
 	for _, name := range tt.DelForeign {
 		b.chainNamed(f, false, unix.NFT_MSG_DELRULE, name, "flush chain "+name)
 	}
 	for set := range tt.Del {
-		if tt.DropIngress && nft.SetID(set).IsIngress() {
-			continue // they went with their table
+		if !tt.DropIngress || !nft.SetID(set).IsIngress() { // else they went with their table
+			b.elements(f, unix.NFT_MSG_DELSETELEM, nft.SetID(set), tt.Del[set])
 		}
-		b.elements(f, unix.NFT_MSG_DELSETELEM, nft.SetID(set), tt.Del[set])
 	}
 	chains := tt.AddChains
 	if tt.Create != nil {
@@ -174,6 +162,22 @@ func (b *batch) table(f ipfamily.Family, tt *nft.TableTxn) {
 		b.elements(f, unix.NFT_MSG_NEWSETELEM, nft.SetID(set), tt.Add[set])
 	}
 	b.affinity(f, tt.Affinity)
+}
+
+// tableAndSets writes what of a table's part comes first.
+func (b *batch) tableAndSets(f ipfamily.Family, tt *nft.TableTxn) {
+	if tt.DropIngress {
+		b.dropIngress(f)
+	}
+	sets := tt.AddSets
+	if tt.Create != nil {
+		b.replaceTable(f, tt.Create)
+		sets = append(append([]nft.Set{}, tt.Create.Sets...), sets...)
+	}
+	b.addIngress(f, sets)
+	for i := range sets {
+		b.newSet(f, &sets[i])
+	}
 }
 
 // affinity writes entries of the affinity map with the time that is left to them.

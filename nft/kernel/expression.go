@@ -126,12 +126,8 @@ func matchExprs(f ipfamily.Family, s nft.Statement) []expr.Any {
 	case nft.TCPFlags:
 		return slices.Concat(matchExprs(f, nft.ProtocolIs{Protocol: snapshot.TCP}),
 			loadMasked(transportHeader(13, 1), []byte{byte(s.Of)}), []expr.Any{equal(s.Not, []byte{byte(s.Are)})})
-	case nft.OfFamily:
-		return []expr.Any{&expr.Meta{Key: expr.MetaKeyPROTOCOL, Register: register(0)}, equal(false, etherType[f])}
-	case nft.PriorityClassIs:
-		return append(loadPool(nft.PoolClass, register(0)), equal(false, native(s.Value)))
-	case nft.FirstFragment, nft.LaterFragment, nft.TooBig:
-		return matchHeader(f, s)
+	case nft.OfFamily, nft.Ethernet, nft.PriorityClassIs, nft.FirstFragment, nft.LaterFragment, nft.TooBig:
+		return matchAtIngress(f, s)
 	case nft.TCPSequence:
 		return []expr.Any{transportHeader(4, 4), equal(false, make([]byte, 4))}
 	case nft.EchoRequest:
@@ -282,6 +278,8 @@ func loadField(f ipfamily.Family, field nft.Field, mod uint32, reg uint32) expr.
 		return &expr.Meta{Key: expr.MetaKeyL4PROTO, Register: reg}
 	case nft.DestPort:
 		return &expr.Payload{DestRegister: reg, Base: expr.PayloadBaseTransportHeader, Offset: 2, Len: 2}
+	case nft.DatagramID:
+		return &expr.Payload{DestRegister: reg, Base: expr.PayloadBaseNetworkHeader, Offset: 4, Len: 2}
 	case nft.SourcePort:
 		return &expr.Payload{DestRegister: reg, Base: expr.PayloadBaseTransportHeader, Offset: 0, Len: 2}
 	case nft.RandomSlot:

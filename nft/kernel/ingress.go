@@ -1,6 +1,7 @@
 package kernel
 
 import (
+	"encoding/binary"
 	"fmt"
 	"slices"
 
@@ -129,6 +130,21 @@ func (e *forward) marshal() []byte {
 
 // etherType is how a link-layer header calls a family, in network order.
 var etherType = ipfamily.Per[[]byte]{{0x08, 0x00}, {0x86, 0xdd}}
+
+// matchAtIngress are the statements that only rules at the ingress have, where one of the headers decides.
+func matchAtIngress(f ipfamily.Family, s nft.Statement) []expr.Any {
+	const arphrdEther = 1
+	switch s := s.(type) {
+	case nft.OfFamily:
+		return []expr.Any{&expr.Meta{Key: expr.MetaKeyPROTOCOL, Register: register(0)}, equal(false, etherType[f])}
+	case nft.Ethernet:
+		return []expr.Any{&expr.Meta{Key: expr.MetaKeyIIFTYPE, Register: register(0)},
+			equal(false, binary.NativeEndian.AppendUint16(nil, arphrdEther))}
+	case nft.PriorityClassIs:
+		return append(loadPool(nft.PoolClass, register(0)), equal(false, native(s.Value)))
+	}
+	return matchHeader(f, s)
+}
 
 // matchHeader compares fragments' headers, and those of ICMP errors.
 func matchHeader(f ipfamily.Family, s nft.Statement) []expr.Any {

@@ -1,0 +1,112 @@
+package dataplane
+
+import (
+	"net/netip"
+	"slices"
+	"testing"
+
+	"github.com/verdict-proxy/verdict/internal/system/ipfamily"
+	"github.com/verdict-proxy/verdict/sync/snapshot"
+)
+
+// keeping is a Service that keeps its clients' addresses, with an endpoint on each of some nodes, as node "a" sees it
+// whose neighbours are "b" and "c".
+func keeping(edit func(*snapshot.Snapshot, *Config), nodes ...string) (*State, *ServicePort) {
+	s, cfg := snapshot.New(), Config{NodeName: "a"}
+	svc := &snapshot.Service{Name: name("web"), ClusterIPs: []netip.Addr{netip.MustParseAddr("10.96.0.1")},
+		LoadBalancerIPs: []netip.Addr{netip.MustParseAddr("203.0.113.1")}, ClientAddress: snapshot.ClientAddressKeep,
+		Ports: []snapshot.Port{{Protocol: snapshot.TCP, Port: 80, NodePort: 30080}}}
+	slice := &snapshot.Slice{Name: name("web-1"), Service: "web",
+		Ports: []snapshot.SlicePort{{Protocol: snapshot.TCP, Port: 8080}}}
+	addr := netip.MustParseAddr("10.244.0.1")
+	for _, n := range nodes {
+		slice.Endpoints = append(slice.Endpoints, snapshot.Endpoint{Addr: addr, Node: n, Ready: true, Serving: true})
+		addr = addr.Next()
+	}
+	host := []netip.Addr{netip.MustParseAddr("192.0.2.2")}
+	at := func(a string) snapshot.Neighbour {
+		return snapshot.Neighbour{Addrs: ipfamily.Per[netip.Addr]{netip.MustParseAddr(a)}, MACs: []snapshot.MAC{{5: a[8]}}}
+	}
+	s.Apply(snapshot.Delta{Services: map[snapshot.Name]*snapshot.Service{svc.Name: svc}, HostAddrs: &host,
+		Slices: map[snapshot.Name]*snapshot.Slice{slice.Name: slice}, Node: &snapshot.Node{Name: "a", Addresses: host},
+		Link: &snapshot.Link{Device: "eth0", Nodes: map[string]snapshot.Neighbour{
+			"b": at("192.0.2.3"), "c": at("192.0.2.4")}}})
+	if edit != nil {
+		edit(s, &cfg)
+	}
+	st, _ := Compute(cfg, s)
+	return st, st.Services[svc.Name].Ports[0]
+}
+
+// TestKeep: where a client's address is kept, who shares its packets, and why it is not.
+func TestKeep(t *testing.T) {
+	service := func(s *snapshot.Snapshot) *snapshot.Service { return s.Services[name("web")] }
+	neighbour := func(s *snapshot.Snapshot, n string, edit func(*snapshot.Neighbour)) {
+		x := s.Link.Nodes[n]
+		edit(&x)
+		s.Link.Nodes[n] = x
+	}
+	for what, c := range map[string]struct {
+		edit  func(*snapshot.Snapshot, *Config)
+		on    []string
+		nodes []string
+		kept  bool
+		local bool
+		why   NotKept
+	}{
+		"others": {on: []string{"b", "c"}, nodes: []string{"b", "c"}, kept: true},
+		"shared": {on: []string{"a", "c"}, nodes: []string{"a", "c"}, kept: true, local: true},
+		"here":   {on: []string{"a", "a"}, kept: true, local: true},
+		"failed": {on: []string{"b", "c"}, nodes: []string{"c"}, kept: true, edit: func(s *snapshot.Snapshot, _ *Config) {
+			neighbour(s, "b", func(n *snapshot.Neighbour) { n.Failed = true })
+		}},
+		"all failed": {on: []string{"b"}, why: NotKeptNowhere, edit: func(s *snapshot.Snapshot, _ *Config) {
+			neighbour(s, "b", func(n *snapshot.Neighbour) { n.Failed = true })
+		}},
+		"behind a router": {on: []string{"a", "b"}, why: NotKeptOffLink, edit: func(s *snapshot.Snapshot, _ *Config) {
+			neighbour(s, "b", func(n *snapshot.Neighbour) { n.Addrs[ipfamily.IPv4] = netip.Addr{} })
+		}},
+		"unknown node": {on: []string{"a", ""}, why: NotKeptOffLink},
+		"no endpoint":  {why: NotKeptNowhere},
+		"no device": {on: []string{"b"}, why: NotKeptDevice, edit: func(s *snapshot.Snapshot, _ *Config) {
+			s.Link = snapshot.Link{}
+		}},
+		"backend": {on: []string{"b"}, why: NotKeptBackend, edit: func(_ *snapshot.Snapshot, c *Config) {
+			c.CannotKeep = true
+		}},
+		"not asked": {on: []string{"b"}, edit: func(s *snapshot.Snapshot, _ *Config) {
+			service(s).ClientAddress = snapshot.ClientAddressDefault
+		}},
+		"by the node's setting": {on: []string{"b"}, nodes: []string{"b"}, kept: true,
+			edit: func(s *snapshot.Snapshot, c *Config) {
+				service(s).ClientAddress, c.KeepClientAddress = snapshot.ClientAddressDefault, true
+			}},
+		"against the node's setting": {on: []string{"b"}, edit: func(s *snapshot.Snapshot, c *Config) {
+			service(s).ClientAddress, c.KeepClientAddress = snapshot.ClientAddressMasquerade, true
+		}},
+	} {
+		st, sp := keeping(c.edit, c.on...)
+		var nodes []string
+		if sp.Keep != nil {
+			for _, n := range sp.Keep.Nodes {
+				nodes = append(nodes, n.Name)
+			}
+		}
+		if !slices.Equal(nodes, c.nodes) || sp.NotKept != c.why {
+			t.Errorf("%s: the nodes %v, and not kept because of %q", what, nodes, sp.NotKept)
+		}
+		for i := range sp.Frontends {
+			f := &sp.Frontends[i]
+			r, outer := f.Route(Anyone), f.Kind == LoadBalancerIP
+			if f.Kept != (c.kept && outer) ||
+				f.Kind != ClusterIP && len(c.on) > 0 && (r.Pool == sp.Local) != (c.local && outer) ||
+				outer && r.SNAT == c.local || f.Kind != ClusterIP && f.Route(Node).Pool != sp.Cluster && len(c.on) > 0 {
+				t.Errorf("%s: %v: kept %v, routes %+v", what, f.Key, f.Kept, f.Routes)
+			}
+		}
+		none := c.why == NotKeptDevice || c.why == NotKeptBackend
+		if (st.Device == "") != none || (len(st.NodeMACs) == 2) == none {
+			t.Errorf("%s: device %q, %v", what, st.Device, st.NodeMACs)
+		}
+	}
+}
