@@ -31,6 +31,7 @@ const (
 	NodeAddress  = "node-address"
 	RangeOverlap = "overlap"
 	NATAhead     = "nat-ahead"
+	NoTrack      = "notrack"
 	ForwardDrop  = "forward-drop"
 	PortInUse    = "port-in-use"
 )
