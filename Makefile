@@ -60,8 +60,9 @@ lint: ## run gofmt, go vet and staticcheck, and compile for arm64
 # These packages start no goroutine and share nothing: the race detector has nothing to find there, and takes minutes.
 SEQUENTIAL = ./internal/answers/plan ./internal/arch ./internal/system/packets ./nft ./nft/iptshim
 
-# This test changes one Service some 50,000 times, from one goroutine: what races there are the kernel and its packets.
-UNRACED = ^TestChangesLoseNobody$$
+# In these tests one goroutine calls the product, and what races there are the kernel and its packets. The race detector
+# would find nothing there, and slows them down.
+UNRACED = ^Test(ChangesLoseNobody|SharesChangeUnderLoad|TraceAgreesWithExplain|ReplayInMemory)$$
 
 # A program with the race detector sleeps a second when it ends, to see what other goroutines do then. Some hundred times
 # the tests wait for a verdict to end.
