@@ -11,6 +11,7 @@ import (
 	"fmt"
 	"net/netip"
 	"os"
+	"slices"
 	"sync"
 	"time"
 
@@ -110,8 +111,8 @@ func New(c Config) *Box {
 	if c.Packets == 0 {
 		c.Packets = defaultPackets
 	}
-	b := &Box{config: c, began: time.Now().Add(-time.Minute), objects: newObjects(), notes: newRing[note](keptNotes), attached: map[*attachment]func(){},
-		wake: make(chan struct{}, 1), closed: make(chan struct{})}
+	b := &Box{config: c, began: time.Now().Add(-time.Minute), objects: newObjects(), notes: newRing[note](keptNotes),
+		attached: map[*attachment]func(){}, wake: make(chan struct{}, 1), closed: make(chan struct{})}
 	b.wait.Go(b.gatherAll)
 	return b
 }
@@ -133,28 +134,18 @@ func (b *Box) Watch(hosts ...*lab.Host) error {
 // attach records in the namespace that enter runs functions in. The same name again goes on with the same records.
 func (b *Box) attach(name string, enter func(func() error) error) (a *attachment, err error) {
 	b.mu.Lock()
-	var s *space
-	for _, known := range b.spaces {
-		if known.name == name {
-			s = known
-		}
+	i := slices.IndexFunc(b.spaces, func(s *space) bool { return s.name == name })
+	if i < 0 {
+		i = len(b.spaces)
+		b.spaces = append(slices.Clone(b.spaces), newSpace(name, sizes{b.config.Packets, 1 << 13, 1 << 12, 1 << 12, 1 << 10}))
 	}
-	if s == nil {
-		s = newSpace(name, b.config.Packets)
-	}
+	s := b.spaces[i]
 	b.mu.Unlock()
-	if err := enter(func() error { a, err = s.attach(); return err }); err != nil {
-		return nil, err
-	}
-	b.mu.Lock()
-	defer b.mu.Unlock()
-	for _, known := range b.spaces {
-		if known == s {
-			return a, nil
-		}
-	}
-	b.spaces = append(b.spaces, s)
-	return a, nil
+	err = enter(func() (err error) {
+		a, err = s.attach()
+		return err
+	})
+	return a, err
 }
 
 // Note records what the caller does just now.

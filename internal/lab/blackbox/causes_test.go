@@ -95,7 +95,8 @@ var causes = []struct {
 		r.rules(r.Node, r.translate(r.pod))
 		r.expect(r.hold(func() {
 			r.slice()
-			r.rules(r.Node, r.translate(r.pod), chain("forward", "ct state established meta l4proto tcp reject with tcp reset"))
+			r.rules(r.Node, r.translate(r.pod),
+				chain("forward", "ct state established meta l4proto tcp reject with tcp reset"))
 		}), "released", "reset by node", "which left its EndpointSlice")
 	}},
 	{"the entry is deleted", entryDeletes},
@@ -204,7 +205,8 @@ func tableChanges(r *rig) {
 		got := r.client.Dial(snapshot.TCP, r.vip, lab.Options{})
 		labtest.Run(r.t, r.Node, "", "nft", "add", "element", "ip", "blackbox", "services", "{", "80", ":", "accept", "}")
 		if got.Outcome != lab.Answered && time.Since(began) < 5*near {
-			f = Failure{From: "outside", Client: got.Client, Server: r.vip, Began: began, Failed: time.Now(), Err: got.Err.Error()}
+			f = Failure{From: "outside", Client: got.Client, Server: r.vip, Began: began, Failed: time.Now(),
+				Err: got.Err.Error()}
 			break
 		}
 	}

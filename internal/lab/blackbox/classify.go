@@ -72,8 +72,9 @@ func (e *evidence) accepted() *sight { return e.first(func(s *sight) bool { retu
 
 // connected says whether the client was: it has sent data, or was answered.
 func (e *evidence) connected() bool {
-	return e.Held || e.first(func(s *sight) bool { return s.length > 0 && s.icmp == 0 && s.is(ack) }) != nil ||
-		e.accepted() != nil && e.first(func(s *sight) bool { return s.accepts() && s.from == e.asked.to && e.arrives(s) }) != nil
+	return e.Held || e.first(func(s *sight) bool {
+		return s.length > 0 && s.is(ack) || s.accepts() && s.from == e.asked.to && e.arrives(s)
+	}) != nil
 }
 
 // arrives says whether a packet comes to the client's own host.
@@ -92,7 +93,7 @@ func (e *evidence) byEndpoint(s *sight) bool {
 		return translated && addrOf(s.via[:]) == a.Addr()
 	}
 	if translated {
-		return e.first(func(o *sight) bool { return o.is(rst) && o.from.to() == a && o.at <= s.at+int64(time.Second) }) != nil
+		return e.first(func(o *sight) bool { return o.is(rst) && o.from.to() == a }) != nil
 	}
 	return false
 }
@@ -211,6 +212,10 @@ const (
 	exact = 100 * time.Millisecond
 )
 
+func (c *commit) near(at int64) bool {
+	return c.at-c.since <= exact.Nanoseconds() && c.since-near.Nanoseconds() <= at && at <= c.at+near.Nanoseconds()
+}
+
 func tableChanged(e *evidence) string {
 	r := e.rejected()
 	s, known := e.objects.service(e.Server)
@@ -219,7 +224,7 @@ func tableChanged(e *evidence) string {
 	}
 	for _, o := range e.others {
 		c, is := o.what.(*commit)
-		if is && o.space == r.space && c.at-c.since <= exact.Nanoseconds() && c.since-near.Nanoseconds() <= r.at && r.at <= c.at+near.Nanoseconds() {
+		if is && o.space == r.space && c.near(r.at) {
 			return fmt.Sprintf("rejected by %s, although %s: nf_tables' transaction %d there, between %s and %s, was under "+
 				"way or just over, and its rules lacked the frontend for that moment", by(r),
 				e.objects.words(s.Name, time.Unix(0, r.at)), c.generation, instant(c.since), instant(c.at))
@@ -313,7 +318,7 @@ func overflowed(e *evidence) string {
 	}
 	for _, o := range e.others {
 		c, is := o.what.(*count)
-		if !is || c.counter > requestQueueFull || o.space != e.host() && !strings.HasPrefix(o.space.name, e.host().named()+"/") {
+		if !is || c.counter > requestQueueFull || o.space != e.host() {
 			continue
 		}
 		a, _ := e.endpoint()
@@ -328,7 +333,7 @@ func (e *evidence) host() *space {
 	if !translated {
 		a = e.Server
 	}
-	for _, s := range e.spaces {
+	for _, s := range slices.Backward(e.spaces) { // the last one that had the address
 		if s.owns(a.Addr()) {
 			return s
 		}
@@ -337,13 +342,6 @@ func (e *evidence) host() *space {
 		return d.space
 	}
 	return nil
-}
-
-func (s *space) named() string {
-	if s == nil {
-		return ""
-	}
-	return s.name
 }
 
 func notTranslated(e *evidence) string {
@@ -372,7 +370,8 @@ func serverSilent(e *evidence) string {
 		return ""
 	}
 	sent := e.last(func(s *sight) bool { return e.goes(s) })
-	if sent != nil && e.Held && e.last(func(s *sight) bool { return !e.goes(s) && s.length > 0 && s.at > sent.at }) != nil {
+	later := func(s *sight) bool { return !e.goes(s) && s.length > 0 && s.at > sent.at }
+	if sent != nil && e.Held && e.last(later) != nil {
 		return ""
 	}
 	return fmt.Sprintf("the endpoint accepted the connection, and its process sent nothing: %s%s", e.named(a),
@@ -424,14 +423,15 @@ func endpointSilent(e *evidence) string {
 	if d == nil || e.accepted() != nil || len(e.blind) > 0 || !e.reached(d) {
 		return ""
 	}
-	return fmt.Sprintf("its first packet came to %s by link %s of %s, and nothing answered there", e.named(a), d.link,
-		d.space.name)
+	return fmt.Sprintf("its first packet came to %s, seen last at link %s of %s, and nothing answered there", e.named(a),
+		d.link, d.space.name)
 }
 
 // reached says whether a packet was seen where the endpoint is.
 func (e *evidence) reached(d *sight) bool {
 	h := e.host()
-	return h != nil && d.space == h && !d.out && h.owns(d.to.ip())
+	return h != nil && h.owns(d.to.ip()) &&
+		(d.space == h && !d.out || h.packets.total() == 0 && d.out && d.space != e.owner)
 }
 
 func trackingFull(e *evidence) string {

@@ -52,6 +52,9 @@ func (c *count) String() string {
 	return fmt.Sprintf("%s rose by %d since %s", c.counter, c.by, instant(c.since))
 }
 
+// countersLen holds what a file of counters does.
+const countersLen = 32 << 10
+
 // counters samples the counters of a namespace from files that were opened in it.
 type counters struct {
 	files []*os.File
@@ -62,7 +65,7 @@ type counters struct {
 
 // openCounters opens the counters of the namespace whose /proc/net is at path.
 func openCounters(path string) (*counters, error) {
-	c := &counters{text: make([]byte, 32<<10)}
+	c := &counters{text: make([]byte, countersLen)}
 	for _, name := range []string{"netstat", "stat/nf_conntrack"} {
 		f, err := os.Open(path + "/" + name)
 		if os.IsNotExist(err) {

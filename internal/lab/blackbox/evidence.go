@@ -177,7 +177,8 @@ func (s *search) followNumbers() {
 				return
 			}
 			forward := p.tuple
-			if p.accepts() || p.from == e.asked.to || slices.ContainsFunc(e.forward, func(t tuple) bool { return t.to == p.from }) {
+			back := func(t tuple) bool { return t.to == p.from }
+			if p.accepts() || slices.ContainsFunc(e.forward, back) {
 				forward = p.reversed()
 			}
 			s.add(e, forward)

@@ -38,10 +38,9 @@ type Slice struct {
 
 // Endpoint is one of a slice, with all the ports that the slice has.
 type Endpoint struct {
-	Addr                      netip.Addr
-	Ports                     []uint16
-	Node                      string
-	Ready, Serving, Terminate bool
+	Addr                        netip.Addr
+	Ports                       []uint16
+	Ready, Serving, Terminating bool
 }
 
 func (e *Endpoint) is(a netip.AddrPort) bool {
@@ -54,7 +53,7 @@ func (e *Endpoint) state() string {
 		return "ready"
 	case e.Serving:
 		return "terminating and serving"
-	case e.Terminate:
+	case e.Terminating:
 		return "terminating"
 	}
 	return "not ready"
@@ -298,7 +297,7 @@ func (o *objects) words(service string, t time.Time) string {
 func (o *objects) readyAt(service string, t time.Time) (ready int, since time.Time) {
 	all, since := o.at(service, t)
 	for _, e := range all {
-		if e.Ready || e.Serving && e.Terminate {
+		if e.Ready || e.Serving && e.Terminating {
 			ready++
 		}
 	}

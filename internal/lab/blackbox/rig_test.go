@@ -74,8 +74,8 @@ func (r *rig) rules(h *lab.Host, chains ...string) {
 
 // translate sends the Service to a pod.
 func (r *rig) translate(to *lab.Host) string {
-	return fmt.Sprintf("chain services { type nat hook prerouting priority dstnat; ip daddr %v tcp dport %d dnat to %v:%d; }",
-		r.vip.Addr(), servicePort, to.IP4, podPort)
+	return fmt.Sprintf("chain services { type nat hook prerouting priority dstnat; "+
+		"ip daddr %v tcp dport %d dnat to %v:%d; }", r.vip.Addr(), servicePort, to.IP4, podPort)
 }
 
 func chain(hook, rule string) string {

@@ -15,13 +15,8 @@ import (
 	"github.com/verdict-proxy/verdict/internal/system/netlink"
 )
 
-// How many records a namespace's rings hold, besides packets.
-const (
-	keptFlows   = 1 << 13
-	keptChanges = 1 << 12
-	keptCounts  = 1 << 10
-	keptCommits = 1 << 12
-)
+// sizes are how many records a namespace's rings hold.
+type sizes struct{ packets, flows, changes, commits, counts int }
 
 const (
 	// pollCommits is how often the number of nf_tables' last transaction is read in a namespace that has seen one, and
@@ -80,9 +75,9 @@ type space struct {
 	gone time.Time
 }
 
-func newSpace(name string, packets int) *space {
-	return &space{name: name, packets: newRing[packet](packets), flows: newRing[flow](keptFlows),
-		changes: newRing[change](keptChanges), counts: newRing[count](keptCounts), commits: newRing[commit](keptCommits)}
+func newSpace(name string, of sizes) *space {
+	return &space{name: name, network: &network{}, packets: newRing[packet](of.packets), flows: newRing[flow](of.flows),
+		changes: newRing[change](of.changes), commits: newRing[commit](of.commits), counts: newRing[count](of.counts)}
 }
 
 // link names a link.
