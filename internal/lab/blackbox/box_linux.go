@@ -207,6 +207,18 @@ func (b *Box) Explain(f Failure) Explanation {
 	return b.explain(e)
 }
 
+// Cause says why a client of the lab failed, as the end of a line.
+func (b *Box) Cause(from *lab.Host, p snapshot.Protocol, to netip.AddrPort, r lab.Result, began time.Time,
+	held bool) string {
+	x := b.Explain(Failure{From: from.Name, Client: r.Client, Server: to, Protocol: p, Began: began, Failed: time.Now(),
+		Held: held, Err: fmt.Sprint(r.Err)})
+	file := ""
+	if x.File != "" {
+		file = " (records in " + x.File + ")"
+	}
+	return fmt.Sprintf("; %s: %s%s", x.Cause, x.Text, file)
+}
+
 // Explanations returns why all connections failed that Failed was told of since the last call, and how many more there
 // were than are examined. The later it is called, the more is known of what became of their endpoints.
 func (b *Box) Explanations() (all []Explanation, more int) {
