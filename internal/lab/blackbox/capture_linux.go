@@ -82,11 +82,12 @@ func (c *capture) run(do func(*packet), lost func(uint64)) {
 	defer unix.Munmap(c.memory)
 	var p packet
 	for {
+		_ = c.file.SetReadDeadline(time.Now().Add(2 * captureWindow)) // so that what was lost is counted in time
 		err := c.raw.Read(func(uintptr) bool {
 			c.blocks(&p, do)
 			return c.read >= capturePace
 		})
-		if err != nil {
+		if err != nil && !errors.Is(err, os.ErrDeadlineExceeded) {
 			return
 		}
 		_ = c.raw.Control(func(fd uintptr) {
