@@ -26,7 +26,11 @@ type Bed struct {
 	// Outage is how long the API server is gone in the story about that.
 	Outage time.Duration
 
+	// Reports is the directory for the records of failures that nothing explains.
+	Reports string
+
 	client *kubernetes.Clientset
+	watch  *watch
 	// away is the node whose clients do not count, since it does not run; nil if there is none.
 	away *cluster.Node
 }
@@ -73,12 +77,16 @@ func (b *Bed) Prepare(ctx context.Context) error {
 	case <-ctx.Done():
 	case <-time.After(settle):
 	}
-	return ctx.Err()
+	b.watch, err = b.record(ctx)
+	return errors.Join(err, ctx.Err())
 }
 
-// Close ends the clients that are on no node.
+// Close ends the clients that are on no node, and the recorder.
 func (b *Bed) Close() error {
 	var errs []error
+	if b.watch != nil {
+		errs = append(errs, b.watch.close())
+	}
 	for _, n := range b.Nodes {
 		errs = append(errs, b.StopOutside(outsideClient(n)))
 	}
@@ -177,7 +185,7 @@ func fetch(client *http.Client, address string, r *cluster.Report) error {
 		return err
 	}
 	if r.Connections == 0 {
-		return fmt.Errorf("no connection yet, %d failed: %v", r.Failed, r.Errors)
+		return fmt.Errorf("no connection yet, %d failed: %v", r.Failed, r.Failures[max(0, len(r.Failures)-1):])
 	}
 	return nil
 }
@@ -190,10 +198,15 @@ func (b *Bed) clients(ctx context.Context) (map[string]string, error) {
 			at["outside "+n.Name] = fmt.Sprintf("127.0.0.1:%d", b.outsidePort(n))
 		}
 	}
-	for app, port := range map[string]int{"client": podClientPort, "client-node": nodeClientPort} {
+	return at, b.clientPods(ctx, at, map[string]int{"client": podClientPort, "client-node": nodeClientPort})
+}
+
+// clientPods adds where clients report that are pods, by the app that they are of.
+func (b *Bed) clientPods(ctx context.Context, at map[string]string, ports map[string]int) error {
+	for app, port := range ports {
 		pods, err := b.client.CoreV1().Pods("default").List(ctx, metav1.ListOptions{LabelSelector: "app=" + app})
 		if err != nil {
-			return nil, err
+			return err
 		}
 		for _, p := range pods.Items {
 			if p.Status.Phase == corev1.PodRunning && (b.away == nil || p.Spec.NodeName != b.away.Name) {
@@ -201,7 +214,7 @@ func (b *Bed) clients(ctx context.Context) (map[string]string, error) {
 			}
 		}
 	}
-	return at, nil
+	return nil
 }
 
 // traffic is servers on every node, behind a Service of both families, and two clients on each node. A server that is

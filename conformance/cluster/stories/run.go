@@ -31,6 +31,9 @@ type Row struct {
 	Took time.Duration
 	// Unowned is the longest time in which tables of a node had no owner.
 	Unowned time.Duration
+	// Causes are how many connections failed for which cause, and Explained why the first of each failed.
+	Causes    map[string]int
+	Explained []string
 	// Err says why the story could not be told to its end.
 	Err error
 }
@@ -48,6 +51,8 @@ func (b *Bed) Run(ctx context.Context, s Story) Row {
 	}
 	stop := make(chan struct{})
 	unowned := b.watchOwners(stop)
+	b.watch.explain() // what failed before is no part of this story
+	b.watch.box.Note("story: %s", s.Name)
 	start := time.Now()
 	row.Err = s.Do(ctx, b)
 	row.Took = time.Since(start)
@@ -64,6 +69,7 @@ func (b *Bed) Run(ctx context.Context, s Story) Row {
 	for name, r := range after {
 		row.add(name, before[name], r)
 	}
+	row.Causes, row.Explained = b.watch.explain()
 	b.away = nil
 	return row
 }
@@ -76,9 +82,20 @@ func (r *Row) add(name string, before, after cluster.Report) {
 	r.Connections += after.Connections - before.Connections
 	r.Failed += after.Failed - before.Failed
 	r.Broken += after.Broken - before.Broken
-	for _, e := range after.Errors[max(0, len(after.Errors)-(after.Noted-before.Noted)):] {
-		r.Errors = append(r.Errors, name+": "+e)
+	for _, f := range after.Failures[max(0, len(after.Failures)-(after.Noted-before.Noted)):] {
+		f.From = name
+		r.Failures = append(r.Failures, f)
 	}
+}
+
+// opened lists the failures of connections that were opened, without those that were held.
+func (r *Row) opened() (all []string) {
+	for _, f := range r.Failures {
+		if !f.Held {
+			all = append(all, f.String())
+		}
+	}
+	return all
 }
 
 // watchOwners watches all nodes but the one that is away; the function it returns waits and returns the longest time.
@@ -106,15 +123,16 @@ func (b *Bed) watchOwners(stop <-chan struct{}) func() time.Duration {
 // Table prints rows as Markdown.
 func Table(rows []Row) string {
 	var b strings.Builder
-	b.WriteString("| event | took | connections | failed | held connections that broke | tables without an owner |\n")
-	b.WriteString("|---|---|---|---|---|---|\n")
+	b.WriteString("| event | took | connections | failed | held connections that broke | causes | " +
+		"tables without an owner |\n")
+	b.WriteString("|---|---|---|---|---|---|---|\n")
 	for _, r := range rows {
 		owner := "-"
 		if r.Unowned > 0 {
 			owner = fmt.Sprintf("%.2f s", r.Unowned.Seconds())
 		}
-		fmt.Fprintf(&b, "| %s | %.0f s | %d | %d | %d | %s |\n", r.Name, r.Took.Seconds(), r.Connections, r.Failed,
-			r.Broken, owner)
+		fmt.Fprintf(&b, "| %s | %.0f s | %d | %d | %d | %s | %s |\n", r.Name, r.Took.Seconds(), r.Connections,
+			r.Failed, r.Broken, causeWords(r.Causes), owner)
 		if r.Err != nil {
 			fmt.Fprintf(&b, "\n%s was not told to its end: %v\n\n", r.Name, r.Err)
 		}

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"os"
 	"regexp"
+	"strings"
 	"time"
 
 	"github.com/spf13/cobra"
@@ -13,12 +14,13 @@ import (
 	"github.com/verdict-proxy/verdict/conformance/cluster"
 	"github.com/verdict-proxy/verdict/conformance/cluster/stories"
 	"github.com/verdict-proxy/verdict/conformance/testbed"
+	"github.com/verdict-proxy/verdict/internal/lab/blackbox"
 )
 
 // testOptions are the flags of "cluster test".
 type testOptions struct {
-	run, old string
-	outage   time.Duration
+	run, old, reports string
+	outage            time.Duration
 }
 
 func newTest(open opener) *cobra.Command {
@@ -35,6 +37,7 @@ func newTest(open opener) *cobra.Command {
 		}}
 	cmd.Flags().StringVar(&o.run, "run", "", "tell only stories whose names match this regular expression")
 	cmd.Flags().StringVar(&o.old, "old", testbed.OldCommit, "the commit of the older version")
+	cmd.Flags().StringVar(&o.reports, "report", "failures", "the directory for records of failures without a known cause")
 	cmd.Flags().DurationVar(&o.outage, "outage", 5*time.Minute, "how long the API server is gone")
 	return cmd
 }
@@ -47,7 +50,7 @@ func (o *testOptions) tell(ctx context.Context, c *cluster.Cluster) (rows []stor
 	if err != nil {
 		return nil, fmt.Errorf("--run: %w", err)
 	}
-	bed := &stories.Bed{Cluster: c, OldImage: oldImage, Outage: o.outage}
+	bed := &stories.Bed{Cluster: c, OldImage: oldImage, Outage: o.outage, Reports: o.reports}
 	if err := bed.Prepare(ctx); err != nil {
 		return nil, errors.Join(err, bed.Close())
 	}
@@ -64,10 +67,13 @@ func (o *testOptions) tell(ctx context.Context, c *cluster.Cluster) (rows []stor
 		c.Log("%s", s.Name)
 		row := bed.Run(ctx, s)
 		rows = append(rows, row)
-		c.Log("%d connections, %d failed, %d held ones broke, %s without owner, %v %q", row.Connections, row.Failed,
-			row.Broken, row.Unowned.Round(time.Millisecond), row.Err, row.Errors)
+		c.Log("%d connections, %d failed, %d held ones broke, %s without owner, %v\n%s", row.Connections, row.Failed,
+			row.Broken, row.Unowned.Round(time.Millisecond), row.Err, strings.Join(row.Explained, "\n"))
 		if row.Err != nil || row.Failed > 0 && !s.Refused {
 			err = errors.Join(err, fmt.Errorf("%s: %d connections failed", s.Name, row.Failed), row.Err)
+		}
+		if n := row.Causes[blackbox.Unexplained]; n > 0 {
+			err = errors.Join(err, fmt.Errorf("%s: %d failures are unexplained: see %s", s.Name, n, o.reports))
 		}
 	}
 	return rows, err
