@@ -12,6 +12,7 @@ import (
 	"github.com/verdict-proxy/verdict/internal/proxy/status"
 	"github.com/verdict-proxy/verdict/internal/system/ipfamily"
 	"github.com/verdict-proxy/verdict/internal/system/packets"
+	"github.com/verdict-proxy/verdict/nft"
 )
 
 // Packet is the first packet of a connection to a Service.
@@ -51,7 +52,7 @@ func (h *Host) Before(p Packet) (stop *status.Finding, unclear string) {
 	if err != nil {
 		return nil, "rules of other programs are not known: " + err.Error()
 	}
-	c, err := rules.Translate(h.walked(p, p.Destination), natPriority)
+	c, err := rules.Translate(h.walked(p, p.Destination), nft.DNATPriority)
 	switch {
 	case err != nil:
 		return nil, "whether another program translates it first is not known: " + err.Error()
