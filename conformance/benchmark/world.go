@@ -165,6 +165,9 @@ func (n *node) build(k *Kind) error {
 	if err != nil {
 		return err
 	}
+	if k.program == "" {
+		return nil
+	}
 	return n.prepare(k)
 }
 

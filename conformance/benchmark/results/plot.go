@@ -47,8 +47,8 @@ func (r *Results) pictures() []picture {
 			func(row *Row) Spread { return row.Change.P50 }, func(row *Row) Spread { return row.Change.P99 }, 1, false},
 		{"memory", "Resident memory of the proxy and its children (after the start, thin line to the peak)", "MiB",
 			func(row *Row) Spread { return row.Resident }, func(row *Row) Spread { return row.Peak }, 1.0 / (1 << 20), false},
-		{"first-packet", "First packet of a connection (median, thin line to the slowest Service)", "microseconds",
-			func(row *Row) Spread { return row.First }, func(row *Row) Spread { return row.Slowest }, 1, true},
+		{"new-flow", "Processor time of a new flow that the node forwards to a Service (no proxy: to an endpoint)",
+			"microseconds", func(row *Row) Spread { return row.Paths[ForwardedService].Spread }, nothing, 1, true},
 	}
 	for _, rate := range r.Settings.Rates {
 		all = append(
@@ -158,7 +158,11 @@ const (
 // draw gives the picture as SVG; nil if it has no values.
 func (r *Results) draw(p picture) ([]byte, error) {
 	var lines []line
-	for _, proxy := range r.columns(p.baseline) {
+	proxies := r.Proxies()
+	if p.baseline {
+		proxies = r.pathColumns()
+	}
+	for _, proxy := range proxies {
 		if l := r.line(p, proxy); len(l.points) > 0 {
 			lines = append(lines, l)
 		}
