@@ -130,6 +130,9 @@ func (n *node) first(ctx context.Context, limit time.Duration) (*results.Wait, e
 	if err := n.start(); err != nil {
 		return nil, err
 	}
+	if err := n.attach(ctx, limit); err != nil {
+		return nil, err
+	}
 	return n.untilAll(ctx, began, limit)
 }
 

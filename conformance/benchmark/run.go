@@ -178,6 +178,11 @@ func (p *Plan) cell(ctx context.Context, w *world, k *Kind, c *results.Cell) (er
 		p.Progress(fmt.Sprintf("%s, repeat %d, %s: %s", c.Size, c.Repeat, c.Proxy, text))
 	}
 	step("making a node")
+	if k.program == ciliumAgent {
+		if err := w.prepareAgents(ctx, k); err != nil {
+			return err
+		}
+	}
 	n, err := w.newNode(k)
 	if err != nil {
 		return err

@@ -29,6 +29,8 @@ type world struct {
 	store *store
 	dir   string
 	nodes int // that were made so far
+	// agents says that the API server has what Cilium's agents need.
+	agents bool
 }
 
 // The wire that nodes and control plane share.
@@ -126,6 +128,7 @@ type node struct {
 	listeners            []net.Listener
 	log                  string
 	usage                *usage
+	agent                *agent // nil unless the proxy is Cilium
 }
 
 var (
@@ -211,9 +214,17 @@ func (n *node) prepare(k *Kind) error {
 		return err
 	}
 	// The lock of legacy iptables is one for the whole machine, and others may hold it.
-	args := []string{"PATH=" + path, "XTABLES_LOCKFILE=" + n.log + ".lock", k.Binary}
-	for _, a := range k.args {
-		args = append(args, strings.ReplaceAll(a, "{config}", config))
+	args := []string{"PATH=" + path, "XTABLES_LOCKFILE=" + n.log + ".lock", "K8S_NODE_NAME=" + nodeName}
+	if k.program == ciliumAgent {
+		if n.agent, err = newAgent(n.log + ".files"); err != nil {
+			return err
+		}
+		args = append(args, n.agentCommand(k)...)
+	} else {
+		args = append(args, k.Binary)
+		for _, a := range k.args {
+			args = append(args, strings.ReplaceAll(a, "{config}", config))
+		}
 	}
 	if n.usage, err = newUsage(); err != nil {
 		return err
@@ -268,6 +279,9 @@ func (n *node) close() error {
 	}
 	if n.usage != nil {
 		errs = append(errs, n.usage.close())
+	}
+	if n.agent != nil {
+		errs = append(errs, n.agent.close())
 	}
 	return errors.Join(append(errs, n.net.Close())...)
 }
