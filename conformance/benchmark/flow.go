@@ -7,7 +7,6 @@ import (
 	"math/rand/v2"
 	"net/netip"
 	"slices"
-	"sync"
 	"time"
 
 	"github.com/vishvananda/netlink"
@@ -63,6 +62,8 @@ type turns struct {
 	random   *rand.Rand
 	step     func(string)
 	nodes    []*turn
+	// in is the agent in whose control group this process is; nil if it is in none.
+	in *agent
 }
 
 // turn is a node, where packets to Services go to there, and connection tracking inside it.
@@ -80,26 +81,54 @@ func (t *turn) bare() bool { return t.kind.program == "" }
 func (t *turns) open(ctx context.Context, w *world, kinds []*Kind) error {
 	for _, k := range kinds {
 		t.step("making a node for " + k.Name)
+		if k.program == ciliumAgent {
+			if err := w.prepareAgents(ctx, k); err != nil {
+				return err
+			}
+		}
 		n, err := w.newNode(k)
 		if err != nil {
 			return fmt.Errorf("%s: %w", k.Name, err)
 		}
 		t.nodes = append(t.nodes, &turn{node: n, kind: k})
-	}
-	t.step("starting all proxies")
-	failed := make([]error, len(t.nodes))
-	var starts sync.WaitGroup
-	for i, n := range t.nodes {
-		starts.Go(func() { failed[i] = n.begin(ctx, seconds(t.settings.StartLimit)) })
-	}
-	starts.Wait()
-	var errs []error
-	for i, n := range slices.Clone(t.nodes) {
-		if failed[i] != nil {
-			errs = append(errs, t.leaveOut(n, failed[i]))
+		if n.agent != nil { // it has just joined
+			if err := n.agent.leave(); err != nil {
+				return err
+			}
 		}
 	}
-	return errors.Join(errs...)
+	return t.start(ctx)
+}
+
+// start starts all proxies at the same time, and waits for one after the other.
+func (t *turns) start(ctx context.Context) error {
+	began := time.Now()
+	for _, n := range t.nodes {
+		if n.bare() {
+			continue
+		}
+		if err := n.start(); err != nil {
+			return fmt.Errorf("%s: %w", n.kind.Name, err)
+		}
+	}
+	for _, n := range slices.Clone(t.nodes) {
+		t.step("waiting for " + n.kind.Name)
+		err := t.enter(n)
+		if err == nil {
+			err = n.begin(ctx, began, seconds(t.settings.StartLimit))
+		}
+		switch {
+		case ctx.Err() != nil:
+			return ctx.Err()
+		case err != nil && n.bare():
+			return err
+		case err != nil:
+			if err := t.leaveOut(n, err); err != nil {
+				return err
+			}
+		}
+	}
+	return nil
 }
 
 // leaveOut goes on without a node.
@@ -107,15 +136,21 @@ func (t *turns) leaveOut(n *turn, why error) error {
 	t.out.Missing[n.kind.Name] = why.Error()
 	delete(t.out.Turns, n.kind.Name)
 	t.nodes = slices.DeleteFunc(t.nodes, func(o *turn) bool { return o == n })
+	if t.in == n.agent {
+		t.in = nil // where close leaves this process
+	}
 	return n.close()
 }
 
-// begin starts the proxy, waits for it, and makes what is needed to send.
-func (t *turn) begin(ctx context.Context, limit time.Duration) error {
+// begin waits for a proxy that was started, and makes what is needed to send.
+func (t *turn) begin(ctx context.Context, began time.Time, limit time.Duration) error {
 	if t.bare() {
 		return t.ready()
 	}
-	w, err := t.first(ctx, limit)
+	if err := t.attach(ctx, limit); err != nil {
+		return err
+	}
+	w, err := t.untilAll(ctx, began, limit)
 	if err == nil && !w.Limit {
 		w, err = t.calm(ctx, time.Now(), limit)
 	}
@@ -179,6 +214,9 @@ func (t *turns) run(ctx context.Context) error {
 			services := t.services()
 			first := round % len(t.nodes)
 			for _, n := range slices.Concat(t.nodes[first:], t.nodes[:first]) {
+				if err := t.enter(n); err != nil {
+					return err
+				}
 				figure, measured, err := n.measure(ctx, path, services, seconds(t.settings.TurnTime))
 				switch {
 				case ctx.Err() != nil:
@@ -252,6 +290,11 @@ func (t *turn) measure(ctx context.Context, path results.Path, services []int, l
 // forget removes what the node remembers of connections. Otherwise tables grow while others take their turns, and the
 // last one finds the largest.
 func (t *turn) forget() error {
+	if t.agent != nil {
+		if err := t.agent.forgetConnections(); err != nil {
+			return err
+		}
+	}
 	return t.connections.ConntrackTableFlush(netlink.ConntrackTable)
 }
 

@@ -158,7 +158,7 @@ func openFlow(host *lab.Host, to netip.AddrPort) (_ *openConn, err error) {
 		}
 	}
 	if !c.to.IsValid() {
-		return nil, fmt.Errorf("%s: the connection to %s, from port %d, is not among %d sockets", host.Name, to, port, len(all))
+		return nil, fmt.Errorf("%s: the connection from port %d to %s is not among %d sockets", host.Name, port, to, len(all))
 	}
 	if err = c.numbers(); err != nil {
 		return nil, err

@@ -136,7 +136,8 @@ func TestPathRows(t *testing.T) {
 		t.Errorf("one that did not start: %+v", late)
 	}
 	ahead := r.ahead(readmeSize, "kube-proxy-nftables")
-	want := "10,000 x 10: kube-proxy-nftables, a packet of an established flow, from the node: -0.30 µs (-0.30 µs to -0.30 µs)"
+	want := "10,000 x 10: kube-proxy-nftables, a packet of an established flow, from the node: " +
+		"-0.30 µs (-0.30 µs to -0.30 µs)"
 	if !slices.Equal(ahead, []string{want}) {
 		t.Errorf("ahead is %q", ahead)
 	}
