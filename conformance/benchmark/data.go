@@ -44,7 +44,7 @@ func (n *node) data(ctx context.Context, length time.Duration, direct bool) (*re
 	if out.Gigabits, err = n.throughput(ctx, n.target(n.sink(), direct), length); err != nil {
 		return nil, err
 	}
-	return out, n.flow(ctx, direct, out)
+	return out, n.flow(ctx, direct || n.kind.reasons[results.TitleNewFlow] != "", out)
 }
 
 // target is where a Service is reached, or if that is asked for its first endpoint.
