@@ -30,6 +30,8 @@ type Kind struct {
 	ipvs bool
 	// sockets says that Cilium balances pods' connections, too, when their sockets connect.
 	sockets bool
+	// reasons say why it is not measured for a table, by the table's title.
+	reasons map[string]string
 }
 
 const verdict = "verdict"
@@ -69,11 +71,14 @@ var kinds = []Kind{
 		ipvs:    true,
 	},
 	{Name: "kube-proxy-ipvs", program: "kube-proxy", mode: "ipvs", args: runKubeProxy, tables: "legacy", ipvs: true},
-	{Name: "cilium", program: ciliumAgent},
-	{Name: "cilium-socket", program: ciliumAgent, sockets: true},
+	{Name: "cilium", program: ciliumAgent, reasons: ciliumReasons},
+	{Name: "cilium-socket", program: ciliumAgent, sockets: true, reasons: ciliumReasons},
 	{Name: "kube-proxy-1.36-nftables", program: "kube-proxy-1.36", mode: "nftables", args: runKubeProxy},
 	{Name: "kube-proxy-1.36-iptables", program: "kube-proxy-1.36", mode: "iptables", args: runKubeProxy, tables: "legacy"},
 }
+
+// Reasons say why this proxy is not measured for a table, by the table's title.
+func (k *Kind) Reasons() map[string]string { return k.reasons }
 
 // DefaultKinds are those that every machine can run.
 func DefaultKinds() []string {

@@ -242,7 +242,7 @@ func (p *Plan) changes(ctx context.Context, n *node, c *results.Cell, step func(
 		}
 		c.Churn = append(c.Churn, *churn)
 	}
-	if c.Size.Services > giantMost {
+	if c.Size.Services > giantMost || n.kind.reasons[results.TitleGiant] != "" {
 		return nil
 	}
 	if err := rest(); err != nil {

@@ -122,6 +122,7 @@ func (w *world) close() error {
 // What the proxy has not translated ends at the node, which has no route for it, and the client hears of it at once.
 type node struct {
 	*world
+	kind                 *Kind
 	net                  *lab.Net
 	host, client, server *lab.Host
 	proxy                *control.Process
@@ -140,7 +141,8 @@ var (
 // newNode makes a node. Whoever has it must close it.
 func (w *world) newNode(k *Kind) (*node, error) {
 	w.nodes++
-	n := &node{world: w, net: lab.New(), log: filepath.Join(w.dir, fmt.Sprintf("%s-%d.log", k.Name, w.nodes))}
+	n := &node{world: w, kind: k, net: lab.New()}
+	n.log = filepath.Join(w.dir, fmt.Sprintf("%s-%d.log", k.Name, w.nodes))
 	if err := n.build(k); err != nil {
 		return nil, errors.Join(err, n.close())
 	}

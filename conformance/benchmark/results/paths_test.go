@@ -16,9 +16,9 @@ func examplePaths(size Size, repeat int) *Paths {
 		Size: size, Repeat: repeat, Began: time.Date(2026, 1, 2, 4, 4, repeat, 0, time.UTC), Took: 90, Load: 0.5,
 		Turns: map[string]map[Path][]float64{},
 	}
-	names := []string{Baseline, Tracking, "verdict-nftables", "kube-proxy-nftables", "kube-proxy-iptables"}
+	names := []string{Baseline, Tracking, "verdict-nftables", "kube-proxy-nftables", "kube-proxy-iptables", "cilium"}
 	if size.Services == 30000 {
-		names = names[:4]
+		names = slices.DeleteFunc(names, func(name string) bool { return name == "kube-proxy-iptables" })
 		p.Missing = map[string]string{"kube-proxy-iptables": "not programmed and at rest within 5m0s"}
 	}
 	for i, name := range names {

@@ -88,7 +88,7 @@ func (r *Results) WritePlots(dir string) (names []string, err error) {
 }
 
 // look is how a proxy's line is drawn: Verdict solid, kube-proxy dashed and its older releases dotted, a colour for
-// each mode of the set of Okabe and Ito, which all eyes tell apart.
+// each mode of the set of Okabe and Ito, which all eyes tell apart, and one for Cilium.
 type look struct {
 	color  color.NRGBA
 	dashes []vg.Length
@@ -104,11 +104,13 @@ func lookOf(proxy string) look {
 		l.color, l.shape = color.NRGBA{0xd5, 0x5e, 0x00, 0xff}, draw.PyramidGlyph{}
 	case strings.HasSuffix(proxy, "-ipvs"):
 		l.color, l.shape = color.NRGBA{0x00, 0x9e, 0x73, 0xff}, draw.BoxGlyph{}
+	case strings.HasPrefix(proxy, "cilium"):
+		l.color, l.shape = color.NRGBA{0xcc, 0x79, 0xa7, 0xff}, draw.CrossGlyph{}
 	}
 	switch {
 	case strings.HasPrefix(proxy, "kube-proxy-1."): // an older release
 		l.dashes = []vg.Length{vg.Points(1), vg.Points(3)}
-	case strings.HasPrefix(proxy, "kube-proxy"):
+	case strings.HasPrefix(proxy, "kube-proxy"), proxy == "cilium-socket":
 		l.dashes = []vg.Length{vg.Points(5), vg.Points(3)}
 	}
 	return l

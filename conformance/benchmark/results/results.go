@@ -22,6 +22,8 @@ type Results struct {
 	Versions map[string]string `json:"versions"`
 	// LeftOut says why a proxy was not measured, by its name.
 	LeftOut map[string]string `json:"left_out,omitempty"`
+	// Reasons say why a proxy has no figures in a table, by its name and the table's title.
+	Reasons map[string]map[string]string `json:"reasons,omitempty"`
 	// Spent is how long the measurements took, in seconds, those of a run that was broken off included.
 	Spent float64 `json:"spent_s"`
 	Cells []*Cell `json:"cells"`

@@ -153,13 +153,17 @@ func example() *Results {
 			"verdict-nftables":    "verdict v1",
 			"kube-proxy-nftables": "Kubernetes v1.36.3",
 			"kube-proxy-iptables": "Kubernetes v1.36.3",
+			"cilium":              "Cilium 1.20.2",
+		},
+		Reasons: map[string]map[string]string{
+			"cilium": {TitleGiant: "its map is full"},
 		},
 		LeftOut: map[string]string{"verdict-iptables": "left out: it has no --backend"},
 		Spent:   7500,
 	}
 	for repeat := range 3 {
 		for _, size := range []Size{{1000, 10}, {10000, 10}, {30000, 10}, {5000, 50}} {
-			for i, proxy := range []string{"kube-proxy-iptables", "verdict-nftables", "kube-proxy-nftables"} {
+			for i, proxy := range []string{"kube-proxy-iptables", "verdict-nftables", "kube-proxy-nftables", "cilium"} {
 				r.Cells = append(r.Cells, exampleCell(size, proxy, repeat+1, i))
 			}
 			r.Paths = append(r.Paths, examplePaths(size, repeat+1))
@@ -177,7 +181,9 @@ func exampleCell(size Size, proxy string, repeat, i int) *Cell {
 		Took:   60,
 		Load:   0.25 * float64(i),
 	}
-	slow := map[string]float64{"verdict-nftables": 1, "kube-proxy-nftables": 40, "kube-proxy-iptables": 20}[proxy]
+	slow := map[string]float64{
+		"verdict-nftables": 1, "kube-proxy-nftables": 40, "kube-proxy-iptables": 20, "cilium": 3,
+	}[proxy]
 	n := float64(size.Services) / 1000 * slow * (1 + 0.1*float64(repeat))
 	if proxy == "kube-proxy-nftables" && size.Services == 30000 {
 		c.Start = &Wait{Seconds: 300, Limit: true, Processor: 250}
@@ -204,7 +210,7 @@ func exampleCell(size Size, proxy string, repeat, i int) *Cell {
 			},
 		)
 	}
-	if size.Services == 1000 {
+	if size.Services == 1000 && proxy != "cilium" {
 		c.Giant = exampleGiant(n, repeat)
 	}
 	return c
@@ -312,7 +318,7 @@ func TestPlots(t *testing.T) {
 			t.Fatal(err)
 		}
 		s := structure(t, svg)
-		for _, proxy := range []string{"verdict-nftables", "kube-proxy-nftables", "kube-proxy-iptables"} {
+		for _, proxy := range []string{"verdict-nftables", "kube-proxy-nftables", "kube-proxy-iptables", "cilium"} {
 			if !strings.Contains(s, proxy) {
 				t.Errorf("%s does not name %s", name, proxy)
 			}

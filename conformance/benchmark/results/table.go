@@ -129,6 +129,12 @@ func (r *Results) tables() []table {
 	return slices.Concat(all, restTables, giantTables)
 }
 
+// The titles of tables that not every proxy has figures in; see Results.Reasons.
+const (
+	TitleGiant        = "A giant Service"
+	TitleGiantDeleted = "A giant Service deleted"
+)
+
 // restTables are of a proxy at rest.
 var restTables = []table{
 	{"Memory", "Resident memory of the process and its children after the start / at the peak / what the " +
@@ -142,12 +148,12 @@ var restTables = []table{
 }
 
 var giantTables = []table{
-	{"A giant Service", "One with 300 externalIPs, 50 ports and 100 endpoints, from before it is written until the " +
+	{TitleGiant, "One with 300 externalIPs, 50 ports and 100 endpoints, from before it is written until the " +
 		"last of 64 frontends answers / the longest change of one endpoint of another Service " +
 		"meanwhile / processor time of the proxy until then / growth of its resident memory, at the peak / at rest / " +
 		"growth of what the kernel charged to it.",
 		func(row *Row) string { return row.GiantCreated.text() }},
-	{"A giant Service deleted", "The same from before it is deleted until the last of 64 frontends answers no more. " +
+	{TitleGiantDeleted, "The same from before it is deleted until the last of 64 frontends answers no more. " +
 		"Growth is still that since before it was written.",
 		func(row *Row) string { return row.GiantDeleted.text() }},
 }
@@ -255,6 +261,11 @@ func (r *Results) writeNotes(b *strings.Builder) {
 	}
 	for _, name := range sortedKeys(r.LeftOut) {
 		item("%s: %s", name, r.LeftOut[name])
+	}
+	for _, name := range r.Proxies() {
+		for _, title := range sortedKeys(r.Reasons[name]) {
+			item("%s has no figures in \"%s\": %s", name, title, r.Reasons[name][title])
+		}
 	}
 	for _, c := range r.Cells {
 		if c.Error != "" {

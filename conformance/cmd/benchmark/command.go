@@ -257,6 +257,8 @@ func (o *options) kinds(ctx context.Context, plan *benchmark.Plan) error {
 	r := plan.Results
 	versions := map[string]string{}
 	r.LeftOut = map[string]string{}
+	reasons := map[string]map[string]string{} // results of an earlier run keep theirs
+	maps.Copy(reasons, r.Reasons)
 	for _, name := range o.proxies {
 		k, err := benchmark.FindKind(name)
 		if err != nil {
@@ -277,6 +279,9 @@ func (o *options) kinds(ctx context.Context, plan *benchmark.Plan) error {
 				o.file("results.json"), name, old, versions[name])
 		}
 		plan.Kinds = append(plan.Kinds, k)
+		if k.Reasons() != nil {
+			reasons[name] = k.Reasons()
+		}
 	}
 	if len(plan.Kinds) == 0 {
 		return errors.New("no proxy is left")
@@ -285,6 +290,9 @@ func (o *options) kinds(ctx context.Context, plan *benchmark.Plan) error {
 		r.Versions = map[string]string{}
 	}
 	maps.Copy(r.Versions, versions)
+	if len(reasons) > 0 {
+		r.Reasons = reasons
+	}
 	here, err := benchmark.ThisMachine()
 	if err == nil && len(r.Cells)+len(r.Paths) > 0 && !reflect.DeepEqual(r.Machine, here) {
 		return fmt.Errorf("%s holds results of another machine, %+v; --fresh begins anew, --out leaves it alone",
