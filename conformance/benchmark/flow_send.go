@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"net/netip"
+	"slices"
 
 	"github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
@@ -32,19 +33,19 @@ func (t *turn) newFlows(from *lab.Host, to []netip.AddrPort) (figure float64, er
 	}
 	var took []float64
 	err = from.Do(func() error {
-		for ; len(to) > 0; to = to[min(flowBatch, len(to)):] {
-			batch, err := connectAll(to[:min(flowBatch, len(to))])
+		for batch := range slices.Chunk(to, flowBatch) {
+			one, err := connectAll(batch)
 			if err != nil {
 				return err
 			}
-			took = append(took, batch)
+			took = append(took, one)
 		}
 		return nil
 	})
 	if err != nil {
 		return 0, err
 	}
-	return results.Percentile(took, quiet), t.allSent(arrived, len(took)*flowBatch)
+	return results.Percentile(took, quiet), t.allSent(arrived, len(to))
 }
 
 // sentToServer is how many packets the node has sent to the server.

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"time"
 
@@ -93,7 +94,7 @@ func (p *Plan) size(ctx context.Context, size results.Size, repeat int, save fun
 	if p.OnlyPaths {
 		missing = nil
 	}
-	needsPaths := p.Results.Settings.Rounds > 0 && p.Results.FindPaths(size, repeat) == nil
+	needsPaths := p.needsPaths(size, repeat)
 	if len(missing) == 0 && !needsPaths {
 		return nil
 	}
@@ -120,6 +121,18 @@ func (p *Plan) size(ctx context.Context, size results.Size, repeat int, save fun
 	return p.turns(ctx, w, size, repeat, save)
 }
 
+// needsPaths says that turns of a size and repeat were not taken yet, or without one of the proxies. They are compared
+// round by round, so all are measured again then.
+func (p *Plan) needsPaths(size results.Size, repeat int) bool {
+	found := p.Results.FindPaths(size, repeat)
+	if found == nil {
+		return p.Results.Settings.Rounds > 0
+	}
+	return slices.ContainsFunc(p.Kinds, func(k *Kind) bool {
+		return found.Turns[k.Name] == nil && found.Missing[k.Name] == ""
+	})
+}
+
 // turns measures what packets cost, once all cells of the size and repeat are there.
 func (p *Plan) turns(ctx context.Context, w *world, size results.Size, repeat int, save func() error) error {
 	p.Progress(fmt.Sprintf("%s, repeat %d, by turns: waiting for the machine to be at rest", size, repeat))
@@ -133,7 +146,9 @@ func (p *Plan) turns(ctx context.Context, w *world, size results.Size, repeat in
 	if err != nil {
 		out.Error = err.Error()
 	}
-	p.Results.Paths = append(p.Results.Paths, out)
+	p.Results.Paths = append(slices.DeleteFunc(p.Results.Paths, func(o *results.Paths) bool {
+		return o.Size == size && o.Repeat == repeat
+	}), out)
 	p.Say(results.PathsSummary(out))
 	return save()
 }

@@ -51,11 +51,7 @@ func newWorld(ctx context.Context, c *cluster, p Programs, dir string, progress 
 }
 
 func (w *world) open(ctx context.Context, p Programs, progress func(string)) error {
-	var err error
-	if w.host, err = w.net.NewHost("control"); err != nil {
-		return err
-	}
-	err = errors.Join(w.host.PlainBridges(), w.host.AddBridge(wire), w.host.AddAddr(wire, controlAddr))
+	err := w.lay()
 	if err != nil {
 		return err
 	}
@@ -87,6 +83,14 @@ func (w *world) open(ctx context.Context, p Programs, progress func(string)) err
 	}
 	progress("listing all, so that the API server has it at hand")
 	return w.list(ctx)
+}
+
+// lay makes the host of the control plane, and the wire.
+func (w *world) lay() (err error) {
+	if w.host, err = w.net.NewHost("control"); err != nil {
+		return err
+	}
+	return errors.Join(w.host.PlainBridges(), w.host.AddBridge(wire), w.host.AddAddr(wire, controlAddr))
 }
 
 // list reads all objects as a proxy does. So the API server has had each in its hands before anything is measured,
