@@ -13,7 +13,7 @@ import (
 	"github.com/verdict-proxy/verdict/internal/lab/labtest"
 )
 
-// TestTurns has both nodes without a proxy take turns: each path has a figure of each counted round, and packets arrive.
+// TestTurns has both nodes without a proxy take turns: each path has a figure of each counted round.
 func TestTurns(t *testing.T) {
 	w := &world{cluster: newCluster(results.Size{Services: 20, Endpoints: 2}), net: lab.New(), dir: t.TempDir()}
 	labtest.Check(t, w.lay())

@@ -272,6 +272,11 @@ func (r *Results) writeNotes(b *strings.Builder) {
 			item("%s, %s, repeat %d failed: %s", c.Size, c.Proxy, c.Repeat, Shortened(c.Error))
 		}
 	}
+	r.notePaths(item)
+}
+
+// notePaths says who took no part in turns.
+func (r *Results) notePaths(item func(format string, args ...any)) {
 	for _, p := range r.Paths {
 		for _, name := range sortedKeys(p.Missing) {
 			item("%s, repeat %d, by turns, without %s: %s", p.Size, p.Repeat, name, Shortened(p.Missing[name]))
