@@ -180,7 +180,9 @@ func exampleCell(size Size, proxy string, repeat, i int) *Cell {
 		Took:   60,
 		Load:   0.25 * float64(i),
 	}
-	slow := map[string]float64{"verdict-nftables": 1, "kube-proxy-nftables": 40, "kube-proxy-iptables": 20, "cilium": 3}[proxy]
+	slow := map[string]float64{
+		"verdict-nftables": 1, "kube-proxy-nftables": 40, "kube-proxy-iptables": 20, "cilium": 3,
+	}[proxy]
 	n := float64(size.Services) / 1000 * slow * (1 + 0.1*float64(repeat))
 	service, direct, bare, beside := 5+n/50, 3+n/80, 2.5, n/10
 	c.Data = &Data{First: 20 + n/10, Slowest: 30 + n/7, Beside: &beside, Connections: 20000 - n, Gigabits: 20,
