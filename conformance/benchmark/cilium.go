@@ -198,8 +198,9 @@ func (w *world) prepareAgents(ctx context.Context, k *Kind) error {
 }
 
 // attach makes the client one of the agent's endpoints as its CNI plugin does: from then on its programs are at the
-// client's link. An agent that is started later takes the endpoint up by itself.
-func (n *node) attach(ctx context.Context, limit time.Duration) error {
+// client's link. An agent that is started later takes the endpoint up by itself. The error is errLimit if the agent
+// does not take requests in time.
+func (n *node) attach(ctx context.Context, began time.Time, limit time.Duration) error {
 	if n.agent == nil || n.agent.attached {
 		return nil
 	}
@@ -212,16 +213,15 @@ func (n *node) attach(ctx context.Context, limit time.Duration) error {
 		return new(net.Dialer).DialContext(ctx, "unix", socket)
 	}
 	client := &http.Client{Transport: &http.Transport{DialContext: dial, DisableKeepAlives: true}}
-	var last error
-	_, err = await(ctx, time.Now(), limit, n.ended, func() bool {
-		last = createEndpoint(ctx, client, body)
-		return last == nil
+	var refused error
+	_, err = await(ctx, began, limit, n.ended, func() (done bool) {
+		n.agent.attached, refused = createEndpoint(ctx, client, body)
+		return n.agent.attached || refused != nil
 	})
 	if err != nil {
-		return fmt.Errorf("make the client an endpoint: %w: %w\n%s", err, last, n.proxy.Tail())
+		return err
 	}
-	n.agent.attached = true
-	return nil
+	return refused
 }
 
 // endpoint is the client in the words of the agent's API.
@@ -249,21 +249,25 @@ func (n *node) endpoint() ([]byte, error) {
 	})
 }
 
-func createEndpoint(ctx context.Context, client *http.Client, body []byte) error {
+// createEndpoint asks the agent for an endpoint. Without an error it was not there yet, or not ready.
+func createEndpoint(ctx context.Context, client *http.Client, body []byte) (created bool, err error) {
 	const url = "http://agent/v1/endpoint/cni-attachment-id:client:eth0"
 	request, err := http.NewRequestWithContext(ctx, http.MethodPut, url, bytes.NewReader(body))
 	if err != nil {
-		return err
+		return false, err
 	}
 	request.Header.Set("Content-Type", "application/json")
 	response, err := client.Do(request)
 	if err != nil {
-		return err
+		return false, nil // it does not listen yet
 	}
 	defer response.Body.Close()
-	text, err := io.ReadAll(response.Body)
-	if err == nil && response.StatusCode != http.StatusCreated {
-		err = fmt.Errorf("PUT %s: %s: %s", url, response.Status, text)
+	switch response.StatusCode {
+	case http.StatusCreated:
+		return true, nil
+	case http.StatusServiceUnavailable:
+		return false, nil
 	}
-	return err
+	text, _ := io.ReadAll(response.Body) // it only explains the status
+	return false, fmt.Errorf("make the client an endpoint of Cilium: %s: %s", response.Status, text)
 }

@@ -147,7 +147,7 @@ func (t *turn) begin(ctx context.Context, began time.Time, limit time.Duration) 
 	if t.bare() {
 		return t.ready()
 	}
-	if err := t.attach(ctx, limit); err != nil {
+	if err := t.attach(ctx, began, limit); err != nil {
 		return err
 	}
 	w, err := t.untilAll(ctx, began, limit)

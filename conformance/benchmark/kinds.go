@@ -171,6 +171,11 @@ func (k *Kind) Obtain(ctx context.Context, p Programs) (version string, err erro
 			return "", fmt.Errorf("%w: %s has no %s", ErrMissing, version, k.needs)
 		}
 	}
+	if k.program == ciliumAgent {
+		if _, err := os.Stat(k.files()); err != nil {
+			return "", fmt.Errorf("%w: what Cilium's agent needs besides: %w", ErrMissing, err)
+		}
+	}
 	if k.ipvs {
 		if _, err := os.Stat("/proc/net/ip_vs"); err != nil {
 			return "", fmt.Errorf("%w: this kernel has no IPVS; --guest runs it in one that has", ErrMissing)

@@ -130,8 +130,8 @@ func (n *node) first(ctx context.Context, limit time.Duration) (*results.Wait, e
 	if err := n.start(); err != nil {
 		return nil, err
 	}
-	if err := n.attach(ctx, limit); err != nil {
-		return nil, err
+	if err := n.attach(ctx, began, limit); err != nil {
+		return n.wait(time.Since(began), err)
 	}
 	return n.untilAll(ctx, began, limit)
 }

@@ -72,8 +72,8 @@ func (r *Results) ReadmeTable() string {
 		)
 		line("processor cores then", func(row *Row) string { return row.Churn[rate].Cores.short(cores) })
 	}
-	line("memory, after the start / peak", func(row *Row) string {
-		return row.Resident.short(mebibytes) + " / " + row.Peak.short(mebibytes)
+	line("memory, after the start / peak / of the kernel", func(row *Row) string {
+		return row.Resident.short(mebibytes) + " / " + row.Peak.short(mebibytes) + " / " + row.Kernel.short(mebibytes)
 	})
 	r.readmePaths(line)
 	return b.String()

@@ -200,9 +200,9 @@ func (r *Results) Proxies() (names []string) {
 
 // known is the order in which proxies are shown.
 var known = []string{
-	"verdict-nftables", "kube-proxy-nftables", "kube-proxy-1.36-nftables", "cilium", "cilium-socket", "verdict-iptables",
-	"kube-proxy-iptables", "kube-proxy-1.36-iptables", "verdict-iptables-nft", "kube-proxy-iptables-nft", "verdict-ipvs",
-	"kube-proxy-ipvs",
+	"verdict-nftables", "kube-proxy-nftables", "kube-proxy-1.36-nftables", "cilium", "cilium-socket",
+	"verdict-iptables", "kube-proxy-iptables", "kube-proxy-1.36-iptables",
+	"verdict-iptables-nft", "kube-proxy-iptables-nft", "verdict-ipvs", "kube-proxy-ipvs",
 }
 
 func place(proxy string) int {
