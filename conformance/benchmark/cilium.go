@@ -116,12 +116,18 @@ func (a *agent) close() error {
 	return errors.Join(errs...)
 }
 
-// command gives the agent's command line. Everything is as Cilium's chart has it in a cluster with native routing and
-// without Envoy and Hubble, which would cost and are nothing of a Service proxy's.
+// ownMounts runs a command that has a directory of its own in the place of /run, and changes no sysctl of the whole
+// machine: the agent would turn timer migration off, and goes on where it cannot.
+const ownMounts = `mount --bind "$0" /run
+mount --bind /proc/sys/kernel /proc/sys/kernel
+mount -o remount,bind,ro /proc/sys/kernel
+exec "$@"`
+
+// agentCommand gives the agent's command line. Everything is as Cilium's chart has it in a cluster with native routing
+// and without Envoy and Hubble, which would cost and are nothing of a Service proxy's.
 func (n *node) agentCommand(k *Kind) []string {
 	a := n.agent
-	const mountRun = `mount --bind "$0" /run && exec "$@"`
-	args := []string{"/usr/bin/unshare", "--mount", "/bin/sh", "-ec", mountRun, a.run, k.Binary}
+	args := []string{"/usr/bin/unshare", "--mount", "/bin/sh", "-ec", ownMounts, a.run, k.Binary}
 	for _, option := range []struct{ name, value string }{
 		{"lib-dir", k.files()},
 		{"state-dir", "/run/cilium"},
@@ -208,11 +214,7 @@ func (n *node) attach(ctx context.Context, began time.Time, limit time.Duration)
 	if err != nil {
 		return err
 	}
-	socket := filepath.Join(n.agent.run, "cilium", "cilium.sock")
-	dial := func(ctx context.Context, _, _ string) (net.Conn, error) {
-		return new(net.Dialer).DialContext(ctx, "unix", socket)
-	}
-	client := &http.Client{Transport: &http.Transport{DialContext: dial, DisableKeepAlives: true}}
+	client := n.agent.client()
 	var refused error
 	_, err = await(ctx, began, limit, n.ended, func() (done bool) {
 		n.agent.attached, refused = createEndpoint(ctx, client, body)
@@ -222,6 +224,33 @@ func (n *node) attach(ctx context.Context, began time.Time, limit time.Duration)
 		return err
 	}
 	return refused
+}
+
+// client speaks to the agent's API.
+func (a *agent) client() *http.Client {
+	socket := filepath.Join(a.run, "cilium", "cilium.sock")
+	dial := func(ctx context.Context, _, _ string) (net.Conn, error) {
+		return new(net.Dialer).DialContext(ctx, "unix", socket)
+	}
+	return &http.Client{Transport: &http.Transport{DialContext: dial, DisableKeepAlives: true}}
+}
+
+// serving waits until the agent, if there is one, has restored its state and serves its API. Before that it may use no
+// processor while it waits for others, and not be at rest.
+func (n *node) serving(ctx context.Context, began time.Time, limit time.Duration) error {
+	if n.agent == nil {
+		return nil
+	}
+	client := n.agent.client()
+	_, err := await(ctx, began, limit, n.ended, func() bool {
+		response, err := client.Get("http://agent/v1/healthz")
+		if err != nil {
+			return false
+		}
+		response.Body.Close()
+		return response.StatusCode == http.StatusOK
+	})
+	return err
 }
 
 // endpoint is the client in the words of the agent's API.

@@ -5,6 +5,7 @@ import (
 	"net/http"
 	"net/http/httptest"
 	"os"
+	"os/exec"
 	"path/filepath"
 	"strings"
 	"testing"
@@ -42,6 +43,22 @@ func TestAgentFiles(t *testing.T) {
 	left, err := filepath.Glob(filepath.Join(dir, "*", "*"))
 	if err != nil || len(left) > 0 {
 		t.Errorf("it left %q: %v", left, err)
+	}
+}
+
+// A command with mounts of its own finds its files in /run, and cannot change the machine's sysctls.
+func TestOwnMounts(t *testing.T) {
+	run := t.TempDir()
+	if err := os.WriteFile(filepath.Join(run, "own"), []byte("own"), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	const script = `cat /run/own
+		{ cat /proc/sys/kernel/panic >/proc/sys/kernel/panic; } 2>/dev/null && echo written
+		test -w /proc/sys/net/ipv4/ip_forward`
+	args := []string{"--mount", "/bin/sh", "-ec", ownMounts, run, "/bin/sh", "-c", script}
+	out, err := exec.Command("/usr/bin/unshare", args...).Output()
+	if err != nil || string(out) != "own" {
+		t.Errorf("%q, %v", out, err)
 	}
 }
 

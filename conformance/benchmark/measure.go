@@ -160,6 +160,9 @@ func (n *node) again(ctx context.Context, limit time.Duration) (*results.Wait, e
 	if err := n.start(); err != nil {
 		return nil, err
 	}
+	if err := n.serving(ctx, began, limit); err != nil {
+		return n.wait(time.Since(began), err)
+	}
 	return n.calm(ctx, began, limit)
 }
 
