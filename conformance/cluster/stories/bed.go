@@ -26,7 +26,13 @@ type Bed struct {
 	// Outage is how long the API server is gone in the story about that.
 	Outage time.Duration
 
+	// Records is the directory that gets the records of the cluster and the logs of its containers.
+	Records string
+
 	client *kubernetes.Clientset
+	record *record
+	// served is when the API server came back last; zero if it was not away.
+	served time.Time
 	// away is the node whose clients do not count, since it does not run; nil if there is none.
 	away *cluster.Node
 }
@@ -41,6 +47,13 @@ const (
 func (b *Bed) Prepare(ctx context.Context) error {
 	var err error
 	if b.client, err = b.Client(); err != nil {
+		return err
+	}
+	var logs []string
+	for _, n := range b.Nodes {
+		logs = append(logs, n.PodLogs())
+	}
+	if b.record, err = startRecord(b.client, b.Records, logs); err != nil {
 		return err
 	}
 	for _, n := range b.Nodes {
@@ -79,6 +92,9 @@ func (b *Bed) Prepare(ctx context.Context) error {
 // Close ends the clients that are on no node.
 func (b *Bed) Close() error {
 	var errs []error
+	if b.record != nil {
+		errs = append(errs, b.record.close())
+	}
 	for _, n := range b.Nodes {
 		errs = append(errs, b.StopOutside(outsideClient(n)))
 	}

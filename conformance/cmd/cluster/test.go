@@ -17,8 +17,8 @@ import (
 
 // testOptions are the flags of "cluster test".
 type testOptions struct {
-	run, old string
-	outage   time.Duration
+	run, old, records string
+	outage            time.Duration
 }
 
 func newTest(open opener) *cobra.Command {
@@ -36,6 +36,8 @@ func newTest(open opener) *cobra.Command {
 	cmd.Flags().StringVar(&o.run, "run", "", "tell only stories whose names match this regular expression")
 	cmd.Flags().StringVar(&o.old, "old", testbed.OldCommit, "the commit of the older version")
 	cmd.Flags().DurationVar(&o.outage, "outage", 5*time.Minute, "how long the API server is gone")
+	cmd.Flags().StringVar(&o.records, "records", "", "where the records of Nodes, EndpointSlices, pods and their logs go; "+
+		"by default records/ with the time, of the cluster's files")
 	return cmd
 }
 
@@ -47,7 +49,11 @@ func (o *testOptions) tell(ctx context.Context, c *cluster.Cluster) (rows []stor
 	if err != nil {
 		return nil, fmt.Errorf("--run: %w", err)
 	}
-	bed := &stories.Bed{Cluster: c, OldImage: oldImage, Outage: o.outage}
+	bed := &stories.Bed{Cluster: c, OldImage: oldImage, Outage: o.outage, Records: o.records}
+	if bed.Records == "" {
+		bed.Records = c.Records(time.Now())
+	}
+	c.Log("records are in %s", bed.Records)
 	if err := bed.Prepare(ctx); err != nil {
 		return nil, errors.Join(err, bed.Close())
 	}
@@ -67,10 +73,19 @@ func (o *testOptions) tell(ctx context.Context, c *cluster.Cluster) (rows []stor
 		c.Log("%d connections, %d failed, %d held ones broke, %s without owner, %v %q", row.Connections, row.Failed,
 			row.Broken, row.Unowned.Round(time.Millisecond), row.Err, row.Errors)
 		if row.Err != nil || row.Failed > 0 && !s.Refused {
-			err = errors.Join(err, fmt.Errorf("%s: %d connections failed", s.Name, row.Failed), row.Err)
+			err = errors.Join(err, failure(&row))
 		}
 	}
 	return rows, err
+}
+
+// failure says whose a story's failure is.
+func failure(row *stories.Row) error {
+	err := fmt.Errorf("%s: %d connections failed", row.Name, row.Failed)
+	if row.OfCluster > 0 {
+		err = fmt.Errorf("%w, %d of them since the cluster had no ready endpoint %q", err, row.OfCluster, row.WithoutEndpoints)
+	}
+	return errors.Join(err, row.Err)
 }
 
 // loadOld builds the image of the older version from the repository's history.

@@ -29,30 +29,26 @@ type counters struct {
 	r  cluster.Report
 }
 
-// opened counts one connection. With none to compare, err is nil.
-func (c *counters) opened(target string, err error) {
+// failed counts a connection that failed.
+func (c *counters) failed(f *cluster.Failure) {
+	f.At = time.Now()
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	if err != nil {
+	if f.Held {
+		c.r.Broken++
+	} else {
 		c.r.Failed++
-		c.keep(target, err)
-		return
 	}
-	c.r.Connections++
-}
-
-func (c *counters) broken(target string, err error) {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	c.r.Broken++
-	c.keep(target, fmt.Errorf("held: %w", err))
-}
-
-func (c *counters) keep(target string, err error) {
 	if c.r.Noted++; len(c.r.Errors) == errorsKept {
 		c.r.Errors = c.r.Errors[1:]
 	}
-	c.r.Errors = append(c.r.Errors, fmt.Sprintf("%s %s: %v", time.Now().Format("15:04:05.000"), target, err))
+	c.r.Errors = append(c.r.Errors, *f)
+}
+
+func (c *counters) answered() {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.r.Connections++
 }
 
 func connect(address string, targets []string) error {
@@ -74,24 +70,34 @@ func connect(address string, targets []string) error {
 // openAlways opens a connection in each interval, whether former ones are answered or not.
 func (c *counters) openAlways(target string) {
 	for range time.Tick(interval) {
-		go func() {
-			begin := time.Now()
-			conn, err := net.DialTimeout("tcp", target, limit)
-			if err == nil {
-				connected := time.Since(begin)
-				if err = ask(conn); err != nil {
-					err = fmt.Errorf("connected after %v, failed after %v: %w", connected, time.Since(begin), err)
-				}
-				conn.Close()
-			}
-			c.opened(target, err)
-		}()
+		go c.open(target)
 	}
+}
+
+// open opens a connection, uses it once, and closes it.
+func (c *counters) open(target string) {
+	f := cluster.Failure{Target: target, Began: time.Now()}
+	conn, err := net.DialTimeout("tcp", target, limit)
+	if err == nil {
+		connected := time.Since(f.Began)
+		f.Client = conn.LocalAddr().(*net.TCPAddr).AddrPort()
+		if err = ask(conn); err != nil {
+			err = fmt.Errorf("connected after %v, failed after %v: %w", connected, time.Since(f.Began), err)
+		}
+		conn.Close()
+	}
+	if err == nil {
+		c.answered()
+		return
+	}
+	f.Err = err.Error()
+	c.failed(&f)
 }
 
 // hold keeps one connection, and opens another when it breaks.
 func (c *counters) hold(target string) {
 	for ; ; time.Sleep(holdInterval) {
+		f := cluster.Failure{Target: target, Began: time.Now(), Held: true}
 		conn, err := net.DialTimeout("tcp", target, limit)
 		if err != nil {
 			continue // openAlways counts it
@@ -100,8 +106,9 @@ func (c *counters) hold(target string) {
 			time.Sleep(holdInterval)
 			err = ask(conn)
 		}
+		f.Client, f.Err = conn.LocalAddr().(*net.TCPAddr).AddrPort(), err.Error()
 		conn.Close()
-		c.broken(target, err)
+		c.failed(&f)
 	}
 }
 
