@@ -39,6 +39,9 @@ func newNode(c *Cluster, index int) *Node {
 func (n *Node) pods4() string { return fmt.Sprintf("10.244.%d.0/24", n.index) }
 func (n *Node) pods6() string { return fmt.Sprintf("fd00:10:244:%d::/64", n.index) }
 
+// Runs says whether a process is the node's, by /proc/PID/cgroup.
+func (n *Node) Runs(groups string) bool { return strings.Contains(groups, ":/"+groupName(n.Name)+"/") }
+
 // Netns is the node's network namespace, as "ip netns" names it.
 func (n *Node) Netns() string { return n.netns }
 

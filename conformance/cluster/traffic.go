@@ -1,9 +1,9 @@
 package cluster
 
 import (
-	"fmt"
-	"net/netip"
 	"time"
+
+	"github.com/verdict-proxy/verdict/internal/lab/blackbox"
 )
 
 // Report is what a client of conformance/cmd/workload tells at /report.
@@ -14,26 +14,7 @@ type Report struct {
 	Connections int
 	// Failed is how many were not, and Broken how many of those that were held ended or fell silent.
 	Failed, Broken int
-	// Noted is how many errors there were, and Errors are the last ones.
-	Noted  int
-	Errors []Failure
-}
-
-// Failure is a connection that was not answered, or, if it was Held, one that broke.
-type Failure struct {
-	// Client is its own address and port; invalid if it was not connected. Target is where it connected to.
-	Client netip.AddrPort
-	Target string
-	// Began is when it began to connect, At when it failed.
-	Began, At time.Time
-	Held      bool
-	Err       string
-}
-
-func (f Failure) String() string {
-	held := ""
-	if f.Held {
-		held = "held: "
-	}
-	return fmt.Sprintf("%s %s: %s%s", f.At.Format("15:04:05.000"), f.Target, held, f.Err)
+	// Noted is how many errors there were, and Failures are the last ones.
+	Noted    int
+	Failures []blackbox.Failure
 }

@@ -115,7 +115,8 @@ func (r *record) see(o any, gone bool) {
 	}
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	if s, is := o.(*discoveryv1.EndpointSlice); is && s.Namespace == "default" && s.Labels[discoveryv1.LabelServiceName] == "echo" {
+	s, is := o.(*discoveryv1.EndpointSlice)
+	if is && s.Namespace == "default" && s.Labels[discoveryv1.LabelServiceName] == "echo" {
 		ready := readyOf(s)
 		if gone {
 			ready = -1

@@ -12,6 +12,7 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
 	"github.com/verdict-proxy/verdict/conformance/cluster"
+	"github.com/verdict-proxy/verdict/internal/lab/blackbox"
 )
 
 // What failed while no endpoint was ready is the cluster's; what failed before, or long after, is not.
@@ -27,8 +28,8 @@ func TestOfCluster(t *testing.T) {
 	r.set("six", 0, at(12))
 	r.set("four", 2, at(20))
 	r.set("six", -1, at(30))
-	row := Row{Report: cluster.Report{Errors: []cluster.Failure{{At: at(11)}, {At: at(12)}, {At: at(19), Held: true},
-		{At: at(20)}, {At: at(40)}}}}
+	row := Row{Report: cluster.Report{Failures: []blackbox.Failure{{Failed: at(11)}, {Failed: at(12)},
+		{Failed: at(19), Held: true}, {Failed: at(20)}, {Failed: at(40)}}}}
 	if n := row.ofCluster(r.none); n != 2 {
 		t.Errorf("%d failures are the cluster's; want those at 12 and 20 s", n)
 	}

@@ -139,7 +139,7 @@ func (b *Bed) rollOnce(ctx context.Context, h hook, version string) error {
 	for name, r := range after {
 		sum.add(name, before[name], r)
 	}
-	failures := slices.DeleteFunc(sum.Errors, func(f cluster.Failure) bool { return f.Held })
+	failures := sum.opened()
 	b.Log("rolling update, %s: %v until the last old pod was gone, %d connections, %d failed %q", h.name,
 		took.Round(100*time.Millisecond), sum.Connections, sum.Failed, failures)
 	if h.safe && sum.Failed > 0 {

@@ -28,15 +28,17 @@ type Row struct {
 	Name string
 	// Report is the sum of all clients' reports.
 	cluster.Report
-	// OfCluster is how many of those that failed did so while no endpoint was ready by the EndpointSlices: the cluster's
-	// failures, and not the proxy's. WithoutEndpoints says when that was.
+	// OfCluster is how many of those that failed did so while no endpoint was ready by the EndpointSlices: failures of
+	// the cluster, and not of the proxy. WithoutEndpoints says when that was.
 	OfCluster        int
 	WithoutEndpoints []string
 	// Took is how long the story lasted.
 	Took time.Duration
 	// Unowned is the longest time in which tables of a node had no owner.
 	Unowned time.Duration
-	from    []string // the client of each of Errors
+	// Causes are how many connections failed for which cause, and Explained why the first of each failed.
+	Causes    map[string]int
+	Explained []string
 	// Err says why the story could not be told to its end.
 	Err error
 }
@@ -56,9 +58,11 @@ func (b *Bed) Run(ctx context.Context, s Story) Row {
 		row.Err = err
 		return row
 	}
-	b.record.note("begin: %s", s.Name)
+	b.changes.note("begin: %s", s.Name)
 	stop := make(chan struct{})
 	unowned := b.watchOwners(stop)
+	b.watch.explain() // what failed before is no part of this story
+	b.watch.box.Note("story: %s", s.Name)
 	start := time.Now()
 	row.Err = s.Do(ctx, b)
 	row.Took = time.Since(start)
@@ -75,8 +79,9 @@ func (b *Bed) Run(ctx context.Context, s Story) Row {
 	for name, r := range after {
 		row.add(name, before[name], r)
 	}
+	row.Causes, row.Explained = b.watch.explain()
 	b.away = nil
-	row.judge(b.record, start)
+	row.judge(b.changes, start)
 	return row
 }
 
@@ -91,17 +96,18 @@ func (r *Row) judge(rec *record, since time.Time) {
 		}
 		r.WithoutEndpoints = append(r.WithoutEndpoints, text)
 	}
-	for i, f := range r.Errors {
-		rec.note("%s: %v (from %v)", r.from[i], f, f.Client)
+	for i := range r.Failures {
+		rec.note("%v", &r.Failures[i])
 	}
-	rec.note("end: %s: %d connections, %d failed, %d of them without a ready endpoint, %d broke, %v", r.Name, r.Connections,
-		r.Failed, r.OfCluster, r.Broken, r.Err)
+	rec.note("end: %s: %d connections, %d failed, %d of them without a ready endpoint, %d broke, %v", r.Name,
+		r.Connections, r.Failed, r.OfCluster, r.Broken, r.Err)
 }
 
 // ofCluster counts the connections that failed within one of the times.
 func (r *Row) ofCluster(without []span) (n int) {
-	for _, f := range r.Errors {
-		if !f.Held && slices.ContainsFunc(without, func(s span) bool { return s.has(f.At) }) {
+	for i := range r.Failures {
+		f := &r.Failures[i]
+		if !f.Held && slices.ContainsFunc(without, func(s span) bool { return s.has(f.Failed) }) {
 			n++
 		}
 	}
@@ -116,9 +122,20 @@ func (r *Row) add(name string, before, after cluster.Report) {
 	r.Connections += after.Connections - before.Connections
 	r.Failed += after.Failed - before.Failed
 	r.Broken += after.Broken - before.Broken
-	for _, e := range after.Errors[max(0, len(after.Errors)-(after.Noted-before.Noted)):] {
-		r.Errors, r.from = append(r.Errors, e), append(r.from, name)
+	for _, f := range after.Failures[max(0, len(after.Failures)-(after.Noted-before.Noted)):] {
+		f.From = name
+		r.Failures = append(r.Failures, f)
 	}
+}
+
+// opened lists the failures of connections that were opened, without those that were held.
+func (r *Row) opened() (all []string) {
+	for _, f := range r.Failures {
+		if !f.Held {
+			all = append(all, f.String())
+		}
+	}
+	return all
 }
 
 // watchOwners watches all nodes but the one that is away; the function it returns waits and returns the longest time.
@@ -146,15 +163,16 @@ func (b *Bed) watchOwners(stop <-chan struct{}) func() time.Duration {
 // Table prints rows as Markdown.
 func Table(rows []Row) string {
 	var b strings.Builder
-	b.WriteString("| event | took | connections | failed | without a ready endpoint | held connections that broke | tables without an owner |\n")
+	b.WriteString("| event | took | connections | failed | without a ready endpoint | held connections that broke | " +
+		"causes | tables without an owner |\n")
 	b.WriteString("|---|---|---|---|---|---|---|\n")
 	for _, r := range rows {
 		owner := "-"
 		if r.Unowned > 0 {
 			owner = fmt.Sprintf("%.2f s", r.Unowned.Seconds())
 		}
-		fmt.Fprintf(&b, "| %s | %.0f s | %d | %d | %d | %d | %s |\n", r.Name, r.Took.Seconds(), r.Connections, r.Failed,
-			r.OfCluster, r.Broken, owner)
+		fmt.Fprintf(&b, "| %s | %.0f s | %d | %d | %d | %d | %s | %s |\n", r.Name, r.Took.Seconds(), r.Connections,
+			r.Failed, r.OfCluster, r.Broken, causeWords(r.Causes), owner)
 		if r.Err != nil {
 			fmt.Fprintf(&b, "\n%s was not told to its end: %v\n\n", r.Name, r.Err)
 		}

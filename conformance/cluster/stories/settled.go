@@ -23,8 +23,8 @@ const (
 	graceful = 50 * time.Second
 )
 
-// settled waits until the next story inherits nothing: nodes are Ready and have no taints, all pods are those that their
-// owners want, controllers follow changes, EndpointSlices have what runs, and no connection fails.
+// settled waits until the next story inherits nothing: nodes are Ready and have no taints, all pods are those that
+// their owners want, controllers follow changes, EndpointSlices have what runs, and no connection fails.
 func (b *Bed) settled(ctx context.Context) error {
 	begin := time.Now()
 	for _, step := range []struct {
@@ -43,12 +43,12 @@ func (b *Bed) settled(ctx context.Context) error {
 	if err == nil {
 		err = b.calm(ctx)
 	}
-	b.record.note("settled after %v: %v", time.Since(begin).Round(time.Millisecond), err)
+	b.changes.note("settled after %v: %v", time.Since(begin).Round(time.Millisecond), err)
 	return err
 }
 
-// nodesWell says which node is not: it has to be Ready, without taints, and after the API server was away for as long as
-// the controllers may take it for dead.
+// nodesWell says which node is not Ready or has taints. After the API server was away it waits for as long as the
+// controllers may take a node for dead without news.
 func (b *Bed) nodesWell(ctx context.Context) error {
 	if left := time.Until(b.served.Add(graceful)); left > 0 {
 		return fmt.Errorf("the API server is back for less than %v", graceful)
@@ -61,8 +61,9 @@ func (b *Bed) nodesWell(ctx context.Context) error {
 		if n.Spec.Unschedulable || len(n.Spec.Taints) > 0 {
 			return fmt.Errorf("%s has taints %v", n.Name, n.Spec.Taints)
 		}
-		i := slices.IndexFunc(n.Status.Conditions, func(c corev1.NodeCondition) bool { return c.Type == corev1.NodeReady })
-		if i < 0 || n.Status.Conditions[i].Status != corev1.ConditionTrue {
+		if !slices.ContainsFunc(n.Status.Conditions, func(c corev1.NodeCondition) bool {
+			return c.Type == corev1.NodeReady && c.Status == corev1.ConditionTrue
+		}) {
 			return fmt.Errorf("%s is not Ready", n.Name)
 		}
 	}

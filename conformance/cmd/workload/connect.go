@@ -6,10 +6,15 @@ import (
 	"fmt"
 	"net"
 	"net/http"
+	"net/netip"
 	"sync"
+	"syscall"
 	"time"
 
+	"golang.org/x/sys/unix"
+
 	"github.com/verdict-proxy/verdict/conformance/cluster"
+	"github.com/verdict-proxy/verdict/internal/lab/blackbox"
 )
 
 const (
@@ -20,7 +25,7 @@ const (
 	// held is how many connections to a target are held; each is used once in a holdInterval.
 	held         = 3
 	holdInterval = 100 * time.Millisecond
-	errorsKept   = 500
+	failuresKept = 500
 )
 
 // counters gathers the report of all targets.
@@ -29,9 +34,16 @@ type counters struct {
 	r  cluster.Report
 }
 
-// failed counts a connection that failed.
-func (c *counters) failed(f *cluster.Failure) {
-	f.At = time.Now()
+// opened counts one connection that was answered.
+func (c *counters) opened() {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.r.Connections++
+}
+
+// failed counts a connection that was not answered, or one that was held and broke.
+func (c *counters) failed(f blackbox.Failure, err error) {
+	f.Failed, f.Err = time.Now(), err.Error()
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	if f.Held {
@@ -39,16 +51,29 @@ func (c *counters) failed(f *cluster.Failure) {
 	} else {
 		c.r.Failed++
 	}
-	if c.r.Noted++; len(c.r.Errors) == errorsKept {
-		c.r.Errors = c.r.Errors[1:]
+	if c.r.Noted++; len(c.r.Failures) == failuresKept {
+		c.r.Failures = c.r.Failures[1:]
 	}
-	c.r.Errors = append(c.r.Errors, *f)
+	c.r.Failures = append(c.r.Failures, f)
 }
 
-func (c *counters) answered() {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	c.r.Connections++
+// dial connects, and says where from and where to, whether it succeeds or not.
+func dial(target string) (conn net.Conn, f blackbox.Failure, err error) {
+	f = blackbox.Failure{From: target, Began: time.Now()}
+	socket := -1
+	d := net.Dialer{Timeout: limit, Control: func(_, address string, c syscall.RawConn) error {
+		f.Server, _ = netip.ParseAddrPort(address)
+		return c.Control(func(fd uintptr) { socket, _ = unix.FcntlInt(fd, unix.F_DUPFD_CLOEXEC, 0) })
+	}}
+	conn, err = d.Dial("tcp", target)
+	switch a, _ := unix.Getsockname(socket); a := a.(type) {
+	case *unix.SockaddrInet4:
+		f.Client = netip.AddrPortFrom(netip.AddrFrom4(a.Addr), uint16(a.Port))
+	case *unix.SockaddrInet6:
+		f.Client = netip.AddrPortFrom(netip.AddrFrom16(a.Addr).Unmap(), uint16(a.Port))
+	}
+	_ = unix.Close(socket)
+	return conn, f, err
 }
 
 func connect(address string, targets []string) error {
@@ -70,35 +95,28 @@ func connect(address string, targets []string) error {
 // openAlways opens a connection in each interval, whether former ones are answered or not.
 func (c *counters) openAlways(target string) {
 	for range time.Tick(interval) {
-		go c.open(target)
+		go func() {
+			conn, f, err := dial(target)
+			if err == nil {
+				connected := time.Since(f.Began)
+				if err = ask(conn); err != nil {
+					err = fmt.Errorf("connected after %v, failed after %v: %w", connected, time.Since(f.Began), err)
+				}
+				defer conn.Close()
+			}
+			if err != nil {
+				c.failed(f, err)
+				return
+			}
+			c.opened()
+		}()
 	}
-}
-
-// open opens a connection, uses it once, and closes it.
-func (c *counters) open(target string) {
-	f := cluster.Failure{Target: target, Began: time.Now()}
-	conn, err := net.DialTimeout("tcp", target, limit)
-	if err == nil {
-		connected := time.Since(f.Began)
-		f.Client = conn.LocalAddr().(*net.TCPAddr).AddrPort()
-		if err = ask(conn); err != nil {
-			err = fmt.Errorf("connected after %v, failed after %v: %w", connected, time.Since(f.Began), err)
-		}
-		conn.Close()
-	}
-	if err == nil {
-		c.answered()
-		return
-	}
-	f.Err = err.Error()
-	c.failed(&f)
 }
 
 // hold keeps one connection, and opens another when it breaks.
 func (c *counters) hold(target string) {
 	for ; ; time.Sleep(holdInterval) {
-		f := cluster.Failure{Target: target, Began: time.Now(), Held: true}
-		conn, err := net.DialTimeout("tcp", target, limit)
+		conn, f, err := dial(target)
 		if err != nil {
 			continue // openAlways counts it
 		}
@@ -106,9 +124,9 @@ func (c *counters) hold(target string) {
 			time.Sleep(holdInterval)
 			err = ask(conn)
 		}
-		f.Client, f.Err = conn.LocalAddr().(*net.TCPAddr).AddrPort(), err.Error()
 		conn.Close()
-		c.failed(&f)
+		f.Held = true
+		c.failed(f, err)
 	}
 }
 
