@@ -106,6 +106,9 @@ func (n *Node) Exec(ctx context.Context, program string, args ...string) (string
 	return run(ctx, "nsenter", append(enter, args...)...)
 }
 
+// PodLogs is the directory with the logs of the node's containers: NAMESPACE_POD_UID/CONTAINER/N.log.
+func (n *Node) PodLogs() string { return n.cluster.file(n.Name, "pod-logs") }
+
 // WatchOwner looks whether Verdict's tables on the node have an owner, until stop is closed: see tableowner.Watch.
 func (n *Node) WatchOwner(stop <-chan struct{}) (longest time.Duration, err error) {
 	ns, err := os.Open(netnsPath(n.netns))

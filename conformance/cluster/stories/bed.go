@@ -26,11 +26,15 @@ type Bed struct {
 	// Outage is how long the API server is gone in the story about that.
 	Outage time.Duration
 
-	// Reports is the directory for the records of failures that nothing explains.
+	// Reports is the directory for the records of the cluster, the logs of its containers, and the records of failures
+	// that nothing explains.
 	Reports string
 
-	client *kubernetes.Clientset
-	watch  *watch
+	client  *kubernetes.Clientset
+	watch   *watch
+	changes *record
+	// served is when the API server came back last; zero if it was not away.
+	served time.Time
 	// away is the node whose clients do not count, since it does not run; nil if there is none.
 	away *cluster.Node
 }
@@ -45,6 +49,13 @@ const (
 func (b *Bed) Prepare(ctx context.Context) error {
 	var err error
 	if b.client, err = b.Client(); err != nil {
+		return err
+	}
+	var logs []string
+	for _, n := range b.Nodes {
+		logs = append(logs, n.PodLogs())
+	}
+	if b.changes, err = startRecord(b.client, b.Reports, logs); err != nil {
 		return err
 	}
 	for _, n := range b.Nodes {
@@ -84,6 +95,9 @@ func (b *Bed) Prepare(ctx context.Context) error {
 // Close ends the clients that are on no node, and the recorder.
 func (b *Bed) Close() error {
 	var errs []error
+	if b.changes != nil {
+		errs = append(errs, b.changes.close())
+	}
 	if b.watch != nil {
 		errs = append(errs, b.watch.close())
 	}

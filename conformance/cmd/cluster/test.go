@@ -37,7 +37,8 @@ func newTest(open opener) *cobra.Command {
 		}}
 	cmd.Flags().StringVar(&o.run, "run", "", "tell only stories whose names match this regular expression")
 	cmd.Flags().StringVar(&o.old, "old", testbed.OldCommit, "the commit of the older version")
-	cmd.Flags().StringVar(&o.reports, "report", "failures", "the directory for records of failures without a known cause")
+	cmd.Flags().StringVar(&o.reports, "report", "", "the directory for records of Nodes, EndpointSlices and "+
+		"pods, their logs, and failures without a known cause; by default records/TIME of the cluster's files")
 	cmd.Flags().DurationVar(&o.outage, "outage", 5*time.Minute, "how long the API server is gone")
 	return cmd
 }
@@ -51,6 +52,10 @@ func (o *testOptions) tell(ctx context.Context, c *cluster.Cluster) (rows []stor
 		return nil, fmt.Errorf("--run: %w", err)
 	}
 	bed := &stories.Bed{Cluster: c, OldImage: oldImage, Outage: o.outage, Reports: o.reports}
+	if bed.Reports == "" {
+		bed.Reports = c.Records(time.Now())
+	}
+	c.Log("records are in %s", bed.Reports)
 	if err := bed.Prepare(ctx); err != nil {
 		return nil, errors.Join(err, bed.Close())
 	}
@@ -70,13 +75,23 @@ func (o *testOptions) tell(ctx context.Context, c *cluster.Cluster) (rows []stor
 		c.Log("%d connections, %d failed, %d held ones broke, %s without owner, %v\n%s", row.Connections, row.Failed,
 			row.Broken, row.Unowned.Round(time.Millisecond), row.Err, strings.Join(row.Explained, "\n"))
 		if row.Err != nil || row.Failed > 0 && !s.Refused {
-			err = errors.Join(err, fmt.Errorf("%s: %d connections failed", s.Name, row.Failed), row.Err)
+			err = errors.Join(err, failure(&row))
 		}
 		if n := row.Causes[blackbox.Unexplained]; n > 0 {
-			err = errors.Join(err, fmt.Errorf("%s: %d failures are unexplained: see %s", s.Name, n, o.reports))
+			err = errors.Join(err, fmt.Errorf("%s: %d failures are unexplained: see %s", s.Name, n, bed.Reports))
 		}
 	}
 	return rows, err
+}
+
+// failure says whose a story's failure is.
+func failure(row *stories.Row) error {
+	err := fmt.Errorf("%s: %d connections failed", row.Name, row.Failed)
+	if row.OfCluster > 0 {
+		err = fmt.Errorf("%w, %d of them since the cluster had no ready endpoint %q", err, row.OfCluster,
+			row.WithoutEndpoints)
+	}
+	return errors.Join(err, row.Err)
 }
 
 // loadOld builds the image of the older version from the repository's history.
