@@ -99,8 +99,10 @@ type track struct {
 	// evidence is when there was more of it than before, saying that cause. touched is that, or when the state changed.
 	evidence, touched time.Time
 	cause             snapshot.Cause
-	// outcome is that of the last probe. mute says that nobody was answered for muteFor, and some were before.
+	// outcome is that of the last probe, which ended at ended. mute says that nobody was answered for muteFor, and some
+	// were before.
 	outcome Outcome
+	ended   time.Time
 	mute    bool
 
 	// since is when the first evidence was read, and judged when the endpoint became unhealthy.
@@ -121,10 +123,9 @@ type track struct {
 	// trialEnd is when the ejection ends at the latest, and trial how long it lasts.
 	trialEnd time.Time
 	trial    time.Duration
-	// silence is how long the endpoint had to be silent before the last ejection. proven is when a client was found that
-	// it no longer accepts, and another endpoint does.
+	// silence is how long the endpoint had to be silent before the last ejection.
 	silence time.Duration
-	proven  time.Time
+	proof   proof
 
 	// asks says who asks for probes, and path for what path, if by HTTP, which it is once the endpoint is known to have
 	// accepted a client. missed is since when probes fail, and used says that it is in a pool as a last resort.
@@ -222,7 +223,7 @@ func (m *machine) found(now time.Time, k trackKey, o Outcome) (changed bool) {
 	t.probing = false
 	t.probes++
 	was := t.doubtful()
-	t.outcome = o
+	t.outcome, t.ended = o, now
 	switch {
 	case t.asks == asResort:
 		return m.foundResort(now, t, o)
@@ -369,8 +370,13 @@ func (m *machine) advance(now time.Time) (changed []*track) {
 			changed = append(changed, t)
 		case t.state == doubted:
 			silence, yes := m.silent(now, t)
+			yes = yes && now.Sub(t.proof.found) < proofLasts
+			probed := now.Sub(t.ended) < proofLasts
+			if yes && !probed && !t.probing {
+				t.due = now // what forbade the last probe may be over
+			}
 			switch {
-			case yes && now.Sub(t.proven) < proofLasts:
+			case yes && probed:
 				m.fail(now, t, silence)
 				changed = append(changed, t)
 			case now.Sub(clock.Later(t.evidence, t.missed)) >= doubtMemory && !t.probing:

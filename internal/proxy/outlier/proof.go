@@ -9,26 +9,45 @@ import (
 )
 
 const (
-	// maxCandidates bounds the endpoints for which a proof is looked for at a time, and maxProofTries the looks for each.
-	maxCandidates = 32
+	// maxCandidates bounds the endpoints for which a proof is looked for at a time, and maxProofTries the looks for each,
+	// and the clients of each.
+	maxCandidates = 1024
 	maxProofTries = 64
-	// proofLasts is how long a proof holds: until the decision.
+	// proofLasts is how long a proof holds, and what the last probe showed: until the decision.
 	proofLasts = time.Second
+	// fewMoments is how often an endpoint must have accepted none of a client's packets, if its silence means little, as
+	// of one with few clients: a packet may get lost.
+	fewMoments = 3
 )
 
-// candidates returns endpoints that are silent, and for which a proof is missing.
+// proof is what clients were denied since an endpoint answered last, whom it accepted before.
+type proof struct {
+	since time.Time
+	// denied is when each client was first seen not to be accepted.
+	denied map[netip.Addr]time.Time
+	// moments counts readings that saw later packets which were not accepted, and last is when the last one was sent.
+	moments int
+	last    time.Time
+	// found is when another endpoint was last seen to have accepted one of the clients after that.
+	found time.Time
+}
+
+// candidates returns endpoints that answer nobody, and for which a proof is missing.
 func (d *Detector) candidates(now time.Time) (list []*track) {
 	for _, t := range d.machine.tracks {
-		if _, silent := d.machine.silent(now, t); t.state == doubted && silent && len(list) < maxCandidates {
+		if t.state != suspected && t.state != doubted || t.asks == asResort || len(list) == maxCandidates {
+			continue
+		}
+		if last, _, known := d.machine.lastAnswer(t); known && now.Sub(last) >= readEvery {
 			list = append(list, t)
 		}
 	}
 	return list
 }
 
-// prove looks for clients whom the endpoints accepted before and do not accept now, though other endpoints of the same
-// Service do. A client that a policy forbids the Service is accepted by none of them, and one
-// that was always forbidden was never accepted: neither is a proof.
+// prove looks for clients whom the endpoints accepted before and do not accept now, and whom other endpoints of the
+// same Service accepted after that. A client that a policy begins to forbid the Service is accepted by none of them
+// from then on, and one that was always forbidden was never accepted: neither is a proof.
 func (d *Detector) prove() {
 	now := time.Now()
 	d.mu.Lock()
@@ -39,40 +58,95 @@ func (d *Detector) prove() {
 	}
 	var forsaken, accepted []dataplane.Pair
 	var err error
-	took := work(func() {
-		if forsaken, err = d.o.Evidence.Forsaken(); err == nil && len(forsaken) > 0 {
-			accepted, err = d.o.Evidence.Accepted()
-		}
-	})
+	took := work(func() { forsaken, err = d.o.Evidence.Forsaken() })
+	d.mu.Lock()
+	candidates = d.denied(now, candidates, forsaken)
+	d.mu.Unlock()
+	if len(candidates) > 0 {
+		took += work(func() { accepted, err = d.o.Evidence.Accepted() })
+	}
 	d.proveAt = time.Now().Add(min(readShare*took, mostReadPause))
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	if err != nil {
 		d.stats.ReadErrors++
 	}
+	byClient := map[netip.Addr][]dataplane.Pair{}
+	for _, p := range accepted {
+		byClient[p.Client] = append(byClient[p.Client], p)
+	}
 	for _, t := range candidates {
-		last, _, known := d.machine.lastAnswer(t)
-		if known && proven(t, now.Sub(last), forsaken, accepted) {
-			t.proven = now
+		if t.elsewhere(now, byClient) {
+			t.proof.found = now
 		}
 	}
 }
 
-// proven says whether there is such a client of an endpoint that has been silent for a time: it was not accepted in
-// that time, and was elsewhere in the second half of it. If a policy has just begun to forbid the client all endpoints,
-// it was accepted elsewhere before that time, or at its beginning.
-func proven(t *track, silence time.Duration, forsaken, accepted []dataplane.Pair) bool {
-	waits, tries := map[netip.Addr]bool{}, 0
+// denied records what clients were denied, and returns the endpoints for which that suffices.
+func (d *Detector) denied(now time.Time, candidates []*track, forsaken []dataplane.Pair) (ready []*track) {
+	byEndpoint := map[netip.AddrPort][]dataplane.Pair{}
 	for _, p := range forsaken {
-		if p.Endpoint == t.endpoint && p.Ago < silence {
-			waits[p.Client] = true
+		byEndpoint[p.Endpoint] = append(byEndpoint[p.Endpoint], p)
+	}
+	for _, t := range candidates {
+		last, _, known := d.machine.lastAnswer(t)
+		if !known {
+			continue
+		}
+		t.proof.add(now, last, byEndpoint[t.endpoint])
+		if _, silent := d.machine.silent(now, t); silent && t.proof.moments >= d.machine.moments(t) {
+			ready = append(ready, t)
 		}
 	}
-	return slices.ContainsFunc(accepted, func(p dataplane.Pair) bool {
-		if p.Endpoint == t.endpoint || !waits[p.Client] || p.Ago >= silence/2 || tries == maxProofTries {
-			return false
+	return ready
+}
+
+// add records the clients of a reading whom an endpoint did not accept since its last answer.
+func (p *proof) add(now, last time.Time, forsaken []dataplane.Pair) {
+	if last.Sub(p.since) > sameAnswer {
+		*p = proof{since: last, denied: map[netip.Addr]time.Time{}}
+	}
+	newest := p.last
+	for _, f := range forsaken {
+		at := now.Add(-f.Ago)
+		if !at.After(last) {
+			continue
 		}
-		tries++
-		return slices.ContainsFunc(t.ports, func(sp *dataplane.ServicePort) bool { return has(sp, p.Endpoint) })
-	})
+		if _, known := p.denied[f.Client]; !known && len(p.denied) < maxProofTries {
+			p.denied[f.Client] = at
+		}
+		if at.After(newest) {
+			newest = at
+		}
+	}
+	if newest.Sub(p.last) > sameAnswer {
+		p.moments, p.last = p.moments+1, newest
+	}
+}
+
+// elsewhere reports whether another endpoint of the Service accepted such a client after it was denied, and within the
+// second half of the silence.
+func (t *track) elsewhere(now time.Time, accepted map[netip.Addr][]dataplane.Pair) bool {
+	tries, half := 0, now.Sub(t.proof.since)/2
+	for client, denied := range t.proof.denied {
+		if slices.ContainsFunc(accepted[client], func(p dataplane.Pair) bool {
+			after := now.Add(-p.Ago).Sub(denied)
+			if p.Endpoint == t.endpoint || after <= sameAnswer || p.Ago >= half || tries == maxProofTries {
+				return false
+			}
+			tries++
+			return slices.ContainsFunc(t.ports, func(sp *dataplane.ServicePort) bool { return has(sp, p.Endpoint) })
+		}) {
+			return true
+		}
+	}
+	return false
+}
+
+// moments returns how often clients must have been denied for an endpoint's silence to mean that it answers nobody.
+func (m *machine) moments(t *track) int {
+	if p := m.answers.of[t.endpoint]; p != nil && !p.few() {
+		return 1
+	}
+	return fewMoments
 }
