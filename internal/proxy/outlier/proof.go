@@ -5,6 +5,7 @@ import (
 	"slices"
 	"time"
 
+	"github.com/verdict-proxy/verdict/internal/system/clock"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 )
 
@@ -15,9 +16,11 @@ const (
 	maxProofTries = 64
 	// proofLasts is how long a proof holds, and what the last probe showed: until the decision.
 	proofLasts = time.Second
-	// fewMoments is how often an endpoint must have accepted none of a client's packets, if its silence means little, as
-	// of one with few clients: a packet may get lost.
+	// An endpoint whose silence means little, as of one with few clients, must have denied clients at fewMoments, or at
+	// two that lie fewSpan apart: packets get lost, but for a client's fourth one in a row that is unlikely. On a busy node
+	// a reading is of several moments.
 	fewMoments = 3
+	fewSpan    = 2 * time.Second
 )
 
 // proof is what clients were denied since an endpoint answered last, whom it accepted before.
@@ -25,9 +28,10 @@ type proof struct {
 	since time.Time
 	// denied is when each client was first seen not to be accepted.
 	denied map[netip.Addr]time.Time
-	// moments counts readings that saw later packets which were not accepted, and last is when the last one was sent.
-	moments int
-	last    time.Time
+	// moments counts readings that saw later packets which were not accepted, and first and last are when the first and
+	// the last of them were sent.
+	moments     int
+	first, last time.Time
 	// found is when another endpoint was last seen to have accepted one of the clients after that.
 	found time.Time
 }
@@ -94,7 +98,7 @@ func (d *Detector) denied(now time.Time, candidates []*track, forsaken []datapla
 			continue
 		}
 		t.proof.add(now, last, byEndpoint[t.endpoint])
-		if _, silent := d.machine.silent(now, t); silent && t.proof.moments >= d.machine.moments(t) {
+		if _, silent := d.machine.silent(now, t); silent && d.machine.suffices(t) {
 			ready = append(ready, t)
 		}
 	}
@@ -115,9 +119,10 @@ func (p *proof) add(now, last time.Time, forsaken []dataplane.Pair) {
 		if _, known := p.denied[f.Client]; !known && len(p.denied) < maxProofTries {
 			p.denied[f.Client] = at
 		}
-		if at.After(newest) {
-			newest = at
+		if p.first.IsZero() || at.Before(p.first) {
+			p.first = at
 		}
+		newest = clock.Later(newest, at)
 	}
 	if newest.Sub(p.last) > sameAnswer {
 		p.moments, p.last = p.moments+1, newest
@@ -143,10 +148,9 @@ func (t *track) elsewhere(now time.Time, accepted map[netip.Addr][]dataplane.Pai
 	return false
 }
 
-// moments returns how often clients must have been denied for an endpoint's silence to mean that it answers nobody.
-func (m *machine) moments(t *track) int {
-	if p := m.answers.of[t.endpoint]; p != nil && !p.few() {
-		return 1
-	}
-	return fewMoments
+// suffices reports whether clients were denied often enough for an endpoint's silence to mean that it answers nobody.
+func (m *machine) suffices(t *track) bool {
+	p := m.answers.of[t.endpoint]
+	return t.proof.moments > 0 && p != nil && !p.few() || t.proof.moments >= fewMoments ||
+		t.proof.last.Sub(t.proof.first) >= fewSpan-sameAnswer
 }
