@@ -261,7 +261,7 @@ func (t *track) doubtful() bool {
 
 // clear ends a suspicion. Evidence that comes within a pause leads to a probe after it.
 func (t *track) clear(now time.Time, most time.Duration) {
-	t.state, t.touched, t.due, t.missed = cleared, now, time.Time{}, time.Time{}
+	t.state, t.touched, t.due, t.missed, t.proof = cleared, now, time.Time{}, time.Time{}, proof{}
 	t.quiet = min(max(2*t.quiet, quietFirst), most)
 	t.quietUntil = now.Add(t.quiet)
 	if t.asks != unasked {
@@ -309,7 +309,7 @@ func (m *machine) fail(now time.Time, t *track, silence time.Duration) {
 		t.trial = 0
 	}
 	t.trial = min(max(2*t.trial, trialFirst), trialMost)
-	t.state, t.judged, t.touched, t.silence = unhealthy, now, now, silence
+	t.state, t.judged, t.touched, t.silence, t.proof = unhealthy, now, now, silence, proof{}
 	t.quiet, t.quietUntil, t.answering, t.missed = 0, time.Time{}, time.Time{}, time.Time{}
 	t.pause, t.announced, t.flush = recoverFirst, false, flush{ejected: t.flush.ejected}
 	t.due, t.trialEnd = now.Add(t.pause), now.Add(t.trial)

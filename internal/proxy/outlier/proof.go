@@ -10,15 +10,16 @@ import (
 )
 
 const (
-	// maxCandidates bounds the endpoints for which a proof is looked for at a time, and maxProofTries the looks for each,
-	// and the clients of each.
+	// maxCandidates bounds the endpoints for which a proof is looked for at a time, maxProofTries the looks for each, and
+	// maxDenied the clients that are remembered of each.
 	maxCandidates = 1024
 	maxProofTries = 64
+	maxDenied     = 16
 	// proofLasts is how long a proof holds, and what the last probe showed: until the decision.
 	proofLasts = time.Second
 	// An endpoint whose silence means little, as of one with few clients, must have denied clients at fewMoments, or at
-	// two that lie fewSpan apart: packets get lost, but for a client's fourth one in a row that is unlikely. On a busy node
-	// a reading is of several moments.
+	// two that lie fewSpan apart: a packet may get lost, but hardly four of a client in a row. On a busy node, a reading
+	// is of several moments.
 	fewMoments = 3
 	fewSpan    = 2 * time.Second
 )
@@ -116,7 +117,7 @@ func (p *proof) add(now, last time.Time, forsaken []dataplane.Pair) {
 		if !at.After(last) {
 			continue
 		}
-		if _, known := p.denied[f.Client]; !known && len(p.denied) < maxProofTries {
+		if _, known := p.denied[f.Client]; !known && len(p.denied) < maxDenied {
 			p.denied[f.Client] = at
 		}
 		if p.first.IsZero() || at.Before(p.first) {
