@@ -68,7 +68,7 @@ func (n *shopNode) worlds() []world {
 		at3 = append(at3,
 			world{name: "policy at all: " + verdict, rules: []string{forbidden + verdict}, at: 3, knocks: true, known: true,
 				dialers: 64},
-			world{name: "policy at all, and lossy links: " + verdict, rules: []string{forbidden + verdict, loss(10)}, at: 3,
+			world{name: "policy at all, and lossy links: " + verdict, rules: []string{forbidden + verdict, loss(5)}, at: 3,
 				knocks: true, known: true, dialers: 300, flood: i == 0})
 	}
 	return slices.Concat(at1, []world{
@@ -142,6 +142,8 @@ func (n *shopNode) live(t *testing.T, w world) int64 {
 	}}
 	var knocked, flooded atomic.Int64
 	if w.known {
+		// A policy that ends and begins again within seconds may eject: docs/decisions/0017-second-chance.md.
+		time.Sleep(evidenceLasts)
 		n.meet(services)
 	}
 	for _, pod := range n.RemotePods[:w.at] {
@@ -179,6 +181,9 @@ func (n *shopNode) live(t *testing.T, w world) int64 {
 	}
 	return traffic.Dials.Load()
 }
+
+// evidenceLasts is longer than what was seen in the last world counts.
+const evidenceLasts = 12 * time.Second
 
 // meet has the clients that knock accepted by all endpoints, as long as they may be.
 func (n *shopNode) meet(services []netip.AddrPort) {

@@ -280,8 +280,8 @@ func (w *world) probed(n int) int {
 	return w.probes[endpoint(n)]
 }
 
-// TestEjects: a dead endpoint is ejected and its flows are deleted within 0.8 s after the evidence, and again a second
-// later. It comes back when it answers a probe.
+// TestEjects: a dead endpoint is ejected and its flows are deleted within a second after the evidence, and again a
+// second later. It comes back when it answers a probe.
 func TestEjects(t *testing.T) {
 	run(t, func(w *world) {
 		w.busy(port("shop", 1, 2))
@@ -294,7 +294,7 @@ func TestEjects(t *testing.T) {
 		w.want("dead", 1)
 		at := w.deletions(1)
 		if saw.Sub(died) > 2*time.Second || len(at) != 2 ||
-			at[0].Sub(saw) > 800*time.Millisecond || at[1].Sub(at[0]).Round(time.Second/10) != time.Second {
+			at[0].Sub(saw) > time.Second || at[1].Sub(at[0]).Round(time.Second/10) != time.Second {
 			t.Errorf("flows are deleted at %v after the evidence at %v", at, saw)
 		}
 		recorder := httptest.NewRecorder()
@@ -430,9 +430,9 @@ func TestFewClients(t *testing.T) {
 		"a policy begins":  {forsaken: times{0, s, 2 * s, 3 * s, 4 * s, 5 * s}, accepted: times{-s / 5}},
 		"a policy ends":    {forsaken: times{-5 * s, -4 * s, -2 * s, 0}, accepted: times{s}, open: s * 9 / 10},
 		"a packet is lost": {forsaken: times{0}, accepted: times{-s, s, 2 * s, 3 * s, 4 * s, 5 * s}},
-		"and another one":  {forsaken: times{0, s}, accepted: times{-s, 2 * s, 3 * s, 4 * s, 5 * s}},
-		"dead":             {forsaken: times{0, 2 * s}, accepted: times{-s, s, 3 * s, 5 * s}, want: []int{1}},
-		"dead, beside many": {forsaken: times{0, s / 2, s}, accepted: times{0, s, 2 * s, 3 * s, 4 * s},
+		"and another one":  {forsaken: times{0, 2 * s}, accepted: times{-s, s, 3 * s, 4 * s, 5 * s}},
+		"dead":             {forsaken: times{0, 3 * s}, accepted: times{-s, s, 4 * s, 5 * s}, want: []int{1}},
+		"dead, beside many": {forsaken: times{0, s / 2, s, 3 * s / 2}, accepted: times{0, s, 2 * s, 3 * s, 4 * s},
 			want: []int{1}},
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -465,6 +465,7 @@ func TestFewClients(t *testing.T) {
 						w.want(fmt.Sprint(time.Since(begun)))
 					}
 				}
+				time.Sleep(s / 20) // so that what was just put is committed
 				w.want("in the end", c.want...)
 			})
 		})

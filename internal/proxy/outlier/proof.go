@@ -7,6 +7,7 @@ import (
 
 	"github.com/verdict-proxy/verdict/internal/system/clock"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
+	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
 const (
@@ -18,10 +19,11 @@ const (
 	// proofLasts is how long a proof holds, and what the last probe showed: until the decision.
 	proofLasts = time.Second
 	// An endpoint whose silence means little, as of one with few clients, must have denied clients at fewMoments, or at
-	// two that lie fewSpan apart: a packet may get lost, but hardly four of a client in a row. On a busy node, a reading
-	// is of several moments.
-	fewMoments = 3
-	fewSpan    = 2 * time.Second
+	// two that lie fewSpan apart: a packet may get lost, but hardly four of a client in a row. If clients are refused,
+	// nothing is lost, and a moment less suffices: it must be over before their last try. On a busy node, a reading is of
+	// several moments.
+	fewMoments = 4
+	fewSpan    = 3 * time.Second
 )
 
 // proof is what clients were denied since an endpoint answered last, whom it accepted before.
@@ -151,7 +153,10 @@ func (t *track) elsewhere(now time.Time, accepted map[netip.Addr][]dataplane.Pai
 
 // suffices reports whether clients were denied often enough for an endpoint's silence to mean that it answers nobody.
 func (m *machine) suffices(t *track) bool {
-	p := m.answers.of[t.endpoint]
-	return t.proof.moments > 0 && p != nil && !p.few() || t.proof.moments >= fewMoments ||
-		t.proof.last.Sub(t.proof.first) >= fewSpan-sameAnswer
+	p, moments, span := m.answers.of[t.endpoint], fewMoments, fewSpan
+	if t.cause == snapshot.Refused {
+		moments, span = moments-1, span-resent
+	}
+	return t.proof.moments > 0 && p != nil && !p.few() || t.proof.moments >= moments ||
+		t.proof.last.Sub(t.proof.first) >= span-sameAnswer
 }
