@@ -5,7 +5,6 @@ import (
 	"slices"
 	"time"
 
-	"github.com/verdict-proxy/verdict/internal/system/clock"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
@@ -28,15 +27,18 @@ const (
 
 // proof is what clients were denied since an endpoint answered last, whom it accepted before.
 type proof struct {
-	since time.Time
-	// denied is when each client was first seen not to be accepted.
-	denied map[netip.Addr]time.Time
+	since  time.Time
+	denied map[netip.Addr]*denials
+	// found is when another endpoint was last seen to have accepted one of the clients after that.
+	found time.Time
+}
+
+// denials are those of one client: what a policy forbids others says nothing about a packet of his.
+type denials struct {
 	// moments counts readings that saw later packets which were not accepted, and first and last are when the first and
 	// the last of them were sent.
 	moments     int
 	first, last time.Time
-	// found is when another endpoint was last seen to have accepted one of the clients after that.
-	found time.Time
 }
 
 // candidates returns endpoints that answer nobody, and for which a proof is missing.
@@ -83,7 +85,7 @@ func (d *Detector) prove() {
 		byClient[p.Client] = append(byClient[p.Client], p)
 	}
 	for _, t := range candidates {
-		if t.elsewhere(now, byClient) {
+		if d.machine.elsewhere(now, t, byClient) {
 			t.proof.found = now
 		}
 	}
@@ -101,7 +103,7 @@ func (d *Detector) denied(now time.Time, candidates []*track, forsaken []datapla
 			continue
 		}
 		t.proof.add(now, last, byEndpoint[t.endpoint])
-		if _, silent := d.machine.silent(now, t); silent && d.machine.suffices(t) {
+		if _, silent := d.machine.silent(now, t); silent && len(t.proof.denied) > 0 {
 			ready = append(ready, t)
 		}
 	}
@@ -111,34 +113,28 @@ func (d *Detector) denied(now time.Time, candidates []*track, forsaken []datapla
 // add records the clients of a reading whom an endpoint did not accept since its last answer.
 func (p *proof) add(now, last time.Time, forsaken []dataplane.Pair) {
 	if last.Sub(p.since) > sameAnswer {
-		*p = proof{since: last, denied: map[netip.Addr]time.Time{}}
+		*p = proof{since: last, denied: map[netip.Addr]*denials{}}
 	}
-	newest := p.last
 	for _, f := range forsaken {
 		at := now.Add(-f.Ago)
-		if !at.After(last) {
-			continue
+		d := p.denied[f.Client]
+		switch {
+		case !at.After(last):
+		case d != nil && at.Sub(d.last) > sameAnswer:
+			d.moments, d.last = d.moments+1, at
+		case d == nil && len(p.denied) < maxDenied:
+			p.denied[f.Client] = &denials{moments: 1, first: at, last: at}
 		}
-		if _, known := p.denied[f.Client]; !known && len(p.denied) < maxDenied {
-			p.denied[f.Client] = at
-		}
-		if p.first.IsZero() || at.Before(p.first) {
-			p.first = at
-		}
-		newest = clock.Later(newest, at)
-	}
-	if newest.Sub(p.last) > sameAnswer {
-		p.moments, p.last = p.moments+1, newest
 	}
 }
 
 // elsewhere reports whether another endpoint of the Service accepted such a client after it was denied, and within the
 // second half of the silence.
-func (t *track) elsewhere(now time.Time, accepted map[netip.Addr][]dataplane.Pair) bool {
+func (m *machine) elsewhere(now time.Time, t *track, accepted map[netip.Addr][]dataplane.Pair) bool {
 	tries, half := 0, now.Sub(t.proof.since)/2
 	for client, denied := range t.proof.denied {
-		if slices.ContainsFunc(accepted[client], func(p dataplane.Pair) bool {
-			after := now.Add(-p.Ago).Sub(denied)
+		if m.suffices(t, denied) && slices.ContainsFunc(accepted[client], func(p dataplane.Pair) bool {
+			after := now.Add(-p.Ago).Sub(denied.first)
 			if p.Endpoint == t.endpoint || after <= sameAnswer || p.Ago >= half || tries == maxProofTries {
 				return false
 			}
@@ -151,12 +147,11 @@ func (t *track) elsewhere(now time.Time, accepted map[netip.Addr][]dataplane.Pai
 	return false
 }
 
-// suffices reports whether clients were denied often enough for an endpoint's silence to mean that it answers nobody.
-func (m *machine) suffices(t *track) bool {
+// suffices reports whether a client was denied often enough for an endpoint's silence to mean that it answers nobody.
+func (m *machine) suffices(t *track, d *denials) bool {
 	p, moments, span := m.answers.of[t.endpoint], fewMoments, fewSpan
 	if t.cause == snapshot.Refused {
 		moments, span = moments-1, span-resent
 	}
-	return t.proof.moments > 0 && p != nil && !p.few() || t.proof.moments >= moments ||
-		t.proof.last.Sub(t.proof.first) >= span-sameAnswer
+	return p != nil && !p.few() || d.moments >= moments || d.last.Sub(d.first) >= span-sameAnswer
 }
