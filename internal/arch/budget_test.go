@@ -11,10 +11,10 @@ import (
 var budget = map[string]int{
 	"cmd":              4_800,
 	"nft":              18_500,
-	"ipvsplugin":       3_280,
-	"sync":             15_150,
+	"ipvsplugin":       3_270,
+	"sync":             15_140,
 	"internal/system":  7_660,
-	"internal/proxy":   28_130,
+	"internal/proxy":   28_240,
 	"internal/answers": 15_110,
 	"internal/gateway": 3_820,
 	"internal/lab":     10_280,

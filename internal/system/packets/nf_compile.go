@@ -261,9 +261,9 @@ func compileXTarget(a netlink.Attributes) nfOp {
 	case "NOTRACK":
 		return nfOp{kind: opNoTrack}
 	case "CT":
-		// struct xt_ct_target_info begins with flags.
-		const noTrack = 1
-		if info := a[unix.NFTA_TARGET_INFO]; len(info) >= 2 && binary.NativeEndian.Uint16(info) == noTrack {
+		// struct xt_ct_target_info begins with flags; alias says that iptables lists it as NOTRACK.
+		const noTrack, alias = 1, 2
+		if info := a[unix.NFTA_TARGET_INFO]; len(info) >= 2 && binary.NativeEndian.Uint16(info)&^alias == noTrack {
 			return nfOp{kind: opNoTrack}
 		}
 		return nfOp{unknown: "target CT"}
