@@ -484,8 +484,8 @@ func layout(f ipfamily.Family, s Structure) Table {
 	}
 	start := frontends(s)
 	t.Chains = append(t.Chains,
-		Chain{ID: Prerouting.id(), Hook: &Hook{"nat", "prerouting", priorityDstNAT}, Rules: start},
-		Chain{ID: Output.id(), Hook: &Hook{"nat", "output", priorityDstNAT}, Rules: start},
+		Chain{ID: Prerouting.id(), Hook: &Hook{"nat", "prerouting", DNATPriority}, Rules: start},
+		Chain{ID: Output.id(), Hook: &Hook{"nat", "output", DNATPriority}, Rules: start},
 		masqueradeClusterIP(), fromClusterIP(s), fromExternal(s), fromBoth())
 	for _, pair := range stickySources {
 		t.Chains = append(t.Chains, Chain{ID: pair[0].id(), Comment: "sessionAffinity",

@@ -71,10 +71,14 @@ type Hook struct {
 	Priority int32
 }
 
+// DNATPriority is that of the chains that translate destinations: one before dstnat. The first chain that translates a
+// connection decides, and of those with one priority that is the one made last. So Services come before host ports and
+// kube-proxy, which use dstnat, whoever was there first.
+const DNATPriority = -101
+
 // The standard priorities used here, from linux/netfilter_ipv4.h.
 const (
 	priorityRaw    = -300
-	priorityDstNAT = -100
 	prioritySrcNAT = 100
 )
 

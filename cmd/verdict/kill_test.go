@@ -17,6 +17,7 @@ import (
 	"time"
 
 	"github.com/verdict-proxy/verdict/internal/lab"
+	"github.com/verdict-proxy/verdict/internal/lab/blackbox"
 	"github.com/verdict-proxy/verdict/internal/lab/labtest"
 	"github.com/verdict-proxy/verdict/internal/system/ipfamily"
 	"github.com/verdict-proxy/verdict/internal/system/testkit"
@@ -269,6 +270,15 @@ func newVictim(t *testing.T) *victim {
 		flags:  []string{"--cluster-cidr", fmt.Sprintf("%s,%s", lab.PodRange[0], lab.PodRange[1])}}
 	v.traffic.Target, v.traffic.Stalls, v.traffic.Deletes = v.target, labtest.WatchStalls(t), true
 	v.serve()
+	dir, err := os.MkdirTemp("", "verdict-failures-") // stays, if there is something in it
+	labtest.Check(t, err)
+	box := blackbox.New(blackbox.Config{Dir: dir})
+	t.Cleanup(func() {
+		labtest.Check(t, box.Close())
+		_ = os.Remove(dir)
+	})
+	labtest.Check(t, box.Watch(v.cluster.Hosts()...))
+	v.traffic.Cause = box.Cause
 	var services strings.Builder
 	fmt.Fprintf(
 		&services,
@@ -282,7 +292,6 @@ func newVictim(t *testing.T) *victim {
 		v.write(fmt.Sprintf("slice-%d.yaml", i), v.slice(i))
 	}
 	v.write("services.yaml", services.String())
-	var err error
 	v.log, err = os.Create(filepath.Join(t.TempDir(), "log"))
 	labtest.Check(t, err)
 	return v

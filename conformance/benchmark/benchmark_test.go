@@ -322,6 +322,12 @@ func TestFindKind(t *testing.T) {
 			t.Errorf("%s: %+v, %v", name, k, err)
 		}
 	}
+	for _, name := range []string{"cilium", "cilium-socket"} {
+		k, err := FindKind(name)
+		if err != nil || k.sockets != (name == "cilium-socket") || k.Reasons() == nil {
+			t.Errorf("%s: %+v, %v", name, k, err)
+		}
+	}
 	if _, err := FindKind("other"); err == nil || !strings.Contains(err.Error(), "verdict-nftables") {
 		t.Errorf("an unknown proxy: %v", err)
 	}

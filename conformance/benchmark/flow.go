@@ -2,12 +2,11 @@ package benchmark
 
 import (
 	"context"
-	"encoding/binary"
 	"errors"
 	"fmt"
 	"math/rand/v2"
 	"net/netip"
-	"runtime"
+	"slices"
 	"time"
 
 	"github.com/vishvananda/netlink"
@@ -17,162 +16,292 @@ import (
 	"github.com/verdict-proxy/verdict/internal/lab"
 )
 
-const (
-	// flows are sent in each round, and as many straight to endpoints; the first of flowRounds is not counted.
-	flows      = 4096
-	flowRounds = 8
-	// flowTOS marks their packets. The server throws those away: an answer would be work of the same thread.
-	flowTOS = 0x08
-)
+// bareKinds are nodes without a proxy.
+var bareKinds = []*Kind{{Name: results.Baseline}, {Name: results.Tracking}}
 
-// flow measures what a new flow costs, one to a Service and one straight to an endpoint, or only the latter: the
-// processor time of the thread that sends its SYN from the node itself, until the packet is out of the node. Both are
-// measured by turns, so that what else goes on concerns both. The results are the medians of the rounds.
-func (n *node) flow(ctx context.Context, onlyDirect bool, out *results.Data) error {
-	undo, err := n.flowRoutes()
-	if err != nil {
-		return err
+// trackOnly makes the kernel track connections and translate none.
+const trackOnly = `table ip tracking {
+	chain prerouting { type nat hook prerouting priority -100; ip daddr 255.255.255.255 udp dport 1 dnat to 10.0.0.1; }
+	chain output { type nat hook output priority -100; ip daddr 255.255.255.255 udp dport 1 dnat to 10.0.0.1; }
+}`
+
+// paths measures what packets cost, on a node for each proxy and two without one. The nodes stand beside each other,
+// and each path is measured on all of them, one right after the other, before the next: what else goes on concerns all.
+func (p *Plan) paths(ctx context.Context, w *world, size results.Size, repeat int) (out *results.Paths, err error) {
+	out = &results.Paths{
+		Size: size, Repeat: repeat, Began: time.Now().UTC().Truncate(time.Second), Load: Load(),
+		Turns: map[string]map[results.Path][]float64{}, Missing: map[string]string{},
 	}
-	f := flowSender{random: rand.New(rand.NewPCG(uint64(n.size.Services), 7))}
-	err = n.host.Do(func() (err error) { // packets from the address that the node has among pods are not masqueraded
-		f.socket, err = rawSocket(flowSource)
-		if err != nil {
-			return err
+	began := time.Now()
+	t := &turns{
+		settings: p.Results.Settings, out: out, random: rand.New(rand.NewPCG(uint64(size.Services), uint64(repeat))),
+		step: func(text string) { p.Progress(fmt.Sprintf("%s, repeat %d, by turns: %s", size, repeat, text)) },
+	}
+	defer func() {
+		err = errors.Join(err, t.close())
+		out.Took = time.Since(began).Round(time.Millisecond).Seconds()
+	}()
+	kinds := slices.Clone(bareKinds)
+	for _, k := range p.Kinds {
+		if p.hopeless(size, k.Name) {
+			out.Missing[k.Name] = "it did not start in time"
+			continue
 		}
-		f.connections, err = netlink.NewHandle(unix.NETLINK_NETFILTER)
-		return err
-	})
-	defer f.close()
-	took := map[bool][]float64{} // by whether it is direct
-	for round := 0; round < flowRounds && err == nil && ctx.Err() == nil; round++ {
-		err = f.round(n, round, onlyDirect, took)
+		kinds = append(kinds, k)
 	}
-	if err = errors.Join(err, ctx.Err(), undo()); err != nil {
-		return fmt.Errorf("new flows: %w", err)
+	if err := t.open(ctx, w, kinds); err != nil {
+		return out, err
 	}
-	out.DirectFlow = new(results.Median(took[true]))
-	if !onlyDirect {
-		out.ServiceFlow = new(results.Median(took[false]))
+	return out, t.run(ctx)
+}
+
+// turns are the nodes that take them.
+type turns struct {
+	settings results.Settings
+	out      *results.Paths
+	random   *rand.Rand
+	step     func(string)
+	nodes    []*turn
+	// in is the agent in whose control group this process is; nil if it is in none.
+	in *agent
+}
+
+// turn is a node, where packets to Services go to there, and connection tracking inside it.
+type turn struct {
+	*node
+	kind        *Kind
+	connections *netlink.Handle
+}
+
+// bare says that there is no proxy, so that everything goes straight to endpoints.
+func (t *turn) bare() bool { return t.kind.program == "" }
+
+// open makes the nodes, starts all proxies at the same time, and waits until each has programmed everything and is at
+// rest. One that fails is left out.
+func (t *turns) open(ctx context.Context, w *world, kinds []*Kind) error {
+	for _, k := range kinds {
+		t.step("making a node for " + k.Name)
+		if k.program == ciliumAgent {
+			if err := w.prepareAgents(ctx, k); err != nil {
+				return err
+			}
+		}
+		n, err := w.newNode(k)
+		if err != nil {
+			return fmt.Errorf("%s: %w", k.Name, err)
+		}
+		t.nodes = append(t.nodes, &turn{node: n, kind: k})
+		if n.agent != nil { // it has just joined
+			if err := n.agent.leave(); err != nil {
+				return err
+			}
+		}
+	}
+	return t.start(ctx)
+}
+
+// start starts all proxies at the same time, and waits for one after the other.
+func (t *turns) start(ctx context.Context) error {
+	began := time.Now()
+	for _, n := range t.nodes {
+		if n.bare() {
+			continue
+		}
+		if err := n.start(); err != nil {
+			return fmt.Errorf("%s: %w", n.kind.Name, err)
+		}
+	}
+	for _, n := range slices.Clone(t.nodes) {
+		t.step("waiting for " + n.kind.Name)
+		err := t.enter(n)
+		if err == nil {
+			err = n.begin(ctx, began, seconds(t.settings.StartLimit))
+		}
+		switch {
+		case ctx.Err() != nil:
+			return ctx.Err()
+		case err != nil && n.bare():
+			return err
+		case err != nil:
+			if err := t.leaveOut(n, err); err != nil {
+				return err
+			}
+		}
 	}
 	return nil
 }
 
-// round sends to the same Services in both ways, in an order that alternates, and adds what each flow took in
-// microseconds. The first round is not counted.
-func (f *flowSender) round(n *node, round int, onlyDirect bool, took map[bool][]float64) error {
-	services := make([]int, flows)
-	for i := range services {
-		services[i] = f.random.IntN(n.size.Services)
+// leaveOut goes on without a node.
+func (t *turns) leaveOut(n *turn, why error) error {
+	t.out.Missing[n.kind.Name] = why.Error()
+	delete(t.out.Turns, n.kind.Name)
+	t.nodes = slices.DeleteFunc(t.nodes, func(o *turn) bool { return o == n })
+	if t.in == n.agent {
+		t.in = nil // where close leaves this process
 	}
-	for i := range 2 {
-		direct := (i+round)%2 == 1
-		if onlyDirect && !direct {
-			continue
-		}
-		if err := f.connections.ConntrackTableFlush(netlink.ConntrackTable); err != nil {
+	return n.close()
+}
+
+// begin waits for a proxy that was started, and makes what is needed to send.
+func (t *turn) begin(ctx context.Context, began time.Time, limit time.Duration) error {
+	if t.bare() {
+		return t.ready()
+	}
+	if err := t.attach(ctx, began, limit); err != nil {
+		return err
+	}
+	w, err := t.untilAll(ctx, began, limit)
+	if err == nil && !w.Limit {
+		w, err = t.calm(ctx, time.Now(), limit)
+	}
+	if err == nil && w.Limit {
+		err = fmt.Errorf("not programmed and at rest within %v", limit)
+	}
+	if err != nil {
+		return err
+	}
+	return t.ready()
+}
+
+// ready makes what is needed to send: a way for packets to Services, and a look into connection tracking.
+func (t *turn) ready() error {
+	if t.kind.Name == results.Tracking {
+		if _, err := t.host.RunInput(trackOnly, "nft", "-f", "-"); err != nil {
 			return err
 		}
-		all, err := f.send(n, services, direct)
-		if err != nil {
-			return err
-		}
-		if round > 0 {
-			took[direct] = append(took[direct], float64(all.Nanoseconds())/1000/flows)
-		}
 	}
-	return nil
+	err := t.host.Do(func() (err error) {
+		t.connections, err = netlink.NewHandle(unix.NETLINK_NETFILTER)
+		return err
+	})
+	if err != nil {
+		return err
+	}
+	return t.flowRoutes()
 }
 
 // flowRoutes has the node send what it has for Services, as a default route would, and the server throw SYNs away.
-func (n *node) flowRoutes() (undo func() error, err error) {
-	run := func(h *lab.Host, args ...string) error {
-		_, err := h.Run("ip", args...)
+func (t *turn) flowRoutes() error {
+	if _, err := t.server.Run("ip", "rule", "add", "priority", "1", "tos", fmt.Sprintf("%#02x", flowTOS),
+		"blackhole"); err != nil {
 		return err
 	}
-	err = errors.Join(run(n.server, "rule", "add", "priority", "1", "tos", fmt.Sprintf("%#02x", flowTOS), "blackhole"),
-		run(n.host, "route", "add", serviceRange.String(), "via", serverAddr.String()))
-	return func() error {
-		return errors.Join(run(n.server, "rule", "del", "priority", "1"), run(n.host, "route", "del", serviceRange.String()))
-	}, err
+	return t.host.AddRoute(lab.Route{To: serviceRange, Via: serverAddr, Link: t.server.Name})
 }
 
-// flowSource is an address of the node that is in the pods' range: see addPod.
-var flowSource = gateway
-
-// flowSender sends SYNs in the node's network namespace.
-type flowSender struct {
-	socket      int
-	connections *netlink.Handle
-	random      *rand.Rand
+func (t *turn) close() error {
+	if t.connections != nil {
+		t.connections.Close()
+	}
+	return t.node.close()
 }
 
-func (f *flowSender) close() {
-	if f.connections != nil {
-		f.connections.Close()
+// close closes the nodes, the last first.
+func (t *turns) close() error {
+	var errs []error
+	for _, n := range slices.Backward(t.nodes) {
+		errs = append(errs, n.close())
 	}
-	if f.socket > 0 {
-		unix.Close(f.socket)
-	}
+	return errors.Join(errs...)
 }
 
-// rawSocket gives a socket that sends TCP segments as they are, from an address.
-func rawSocket(from netip.Addr) (int, error) {
-	fd, err := unix.Socket(unix.AF_INET, unix.SOCK_RAW|unix.SOCK_CLOEXEC, unix.IPPROTO_TCP)
-	if err != nil {
-		return 0, err
-	}
-	err = errors.Join(unix.SetsockoptInt(fd, unix.IPPROTO_IP, unix.IP_TOS, flowTOS),
-		unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_RCVBUF, 0), unix.Bind(fd, &unix.SockaddrInet4{Addr: from.As4()}))
-	if err != nil {
-		return 0, errors.Join(err, unix.Close(fd))
-	}
-	return fd, nil
-}
-
-// send sends a SYN to each of some Services, or to one endpoint of each, and gives the processor time of all.
-func (f *flowSender) send(n *node, services []int, direct bool) (time.Duration, error) {
-	type packet struct {
-		to      unix.SockaddrInet4
-		segment [20]byte
-	}
-	packets := make([]packet, len(services))
-	for i, service := range services {
-		to := n.target(service, direct)
-		packets[i].to.Addr = to.Addr().As4()
-		packets[i].segment = syn(flowSource, to, uint16(10000+i))
-	}
-	runtime.LockOSThread()
-	defer runtime.UnlockOSThread()
-	began, err := lab.ThreadTime()
-	if err != nil {
-		return 0, err
-	}
-	for i := range packets {
-		if err := unix.Sendto(f.socket, packets[i].segment[:], 0, &packets[i].to); err != nil {
-			return 0, err
+// run has all nodes take their turns. In each round another node is the first. A round that is not counted comes
+// before; caches and routes are warm then.
+func (t *turns) run(ctx context.Context) error {
+	for round := range t.settings.Rounds + 1 {
+		t.step(fmt.Sprintf("round %d of %d", round, t.settings.Rounds))
+		for _, path := range results.AllPaths {
+			services := t.services()
+			first := round % len(t.nodes)
+			for _, n := range slices.Concat(t.nodes[first:], t.nodes[:first]) {
+				if err := t.enter(n); err != nil {
+					return err
+				}
+				figure, measured, err := n.measure(ctx, path, services, seconds(t.settings.TurnTime))
+				switch {
+				case ctx.Err() != nil:
+					return ctx.Err()
+				case err != nil && n.bare():
+					return fmt.Errorf("%s, %s, round %d: %w", n.kind.Name, path, round, err)
+				case err != nil:
+					err = t.leaveOut(n, fmt.Errorf("%s, round %d: %w", path, round, err))
+				case measured && round > 0:
+					t.add(n.kind.Name, path, figure)
+				}
+				if err != nil {
+					return err
+				}
+			}
 		}
 	}
-	ended, err := lab.ThreadTime()
-	return ended - began, err
+	return nil
 }
 
-// syn makes a TCP segment that opens a connection.
-func syn(from netip.Addr, to netip.AddrPort, port uint16) (s [20]byte) {
-	binary.BigEndian.PutUint16(s[0:], port)
-	binary.BigEndian.PutUint16(s[2:], to.Port())
-	const dataOffset, synFlag, window = 5 << 4, 2, 65535
-	s[12], s[13] = dataOffset, synFlag
-	binary.BigEndian.PutUint16(s[14:], window)
-	sum := uint32(unix.IPPROTO_TCP + len(s))
-	source, destination := from.As4(), to.Addr().As4()
-	for _, b := range [...][]byte{source[:], destination[:], s[:]} {
-		for ; len(b) > 0; b = b[2:] {
-			sum += uint32(binary.BigEndian.Uint16(b))
+// services chooses the Services of a round's flows.
+func (t *turns) services() []int {
+	services := make([]int, flows)
+	for i := range services {
+		services[i] = t.random.IntN(t.out.Size.Services)
+	}
+	return services
+}
+
+func (t *turns) add(proxy string, path results.Path, figure float64) {
+	if t.out.Turns[proxy] == nil {
+		t.out.Turns[proxy] = map[results.Path][]float64{}
+	}
+	t.out.Turns[proxy][path] = append(t.out.Turns[proxy][path], figure)
+}
+
+// measure takes a turn on a path. What a node without a proxy does not have is not measured.
+func (t *turn) measure(ctx context.Context, path results.Path, services []int, length time.Duration) (
+	figure float64, measured bool, err error,
+) {
+	direct := t.bare()
+	switch path {
+	case results.ForwardedService, results.NodeService:
+		if direct {
+			return 0, false, nil
+		}
+	case results.ForwardedEndpoint, results.NodeEndpoint:
+		direct = true
+	}
+	if err := t.forget(); err != nil {
+		return 0, false, err
+	}
+	from := t.client
+	switch path {
+	case results.NodeService, results.NodeEndpoint, results.NodePacket, results.NodeConnections, results.NodeGigabits:
+		from = t.host
+	}
+	switch path {
+	case results.ForwardedPacket, results.NodePacket:
+		figure, err = t.established(from, t.target(t.sink(), direct))
+	case results.ForwardedConnections, results.NodeConnections:
+		figure, err = t.opened(ctx, from, t.targets(t.spread(dialed), direct), length)
+	case results.ForwardedGigabits, results.NodeGigabits:
+		figure, err = t.throughput(ctx, from, t.target(t.sink(), direct), length)
+	default:
+		figure, err = t.newFlows(from, t.targets(services, direct))
+	}
+	return figure, true, err
+}
+
+// forget removes what the node remembers of connections. Otherwise tables grow while others take their turns, and the
+// last one finds the largest.
+func (t *turn) forget() error {
+	if t.agent != nil {
+		if err := t.agent.forgetConnections(); err != nil {
+			return err
 		}
 	}
-	for sum > 0xffff {
-		sum = sum>>16 + sum&0xffff
+	return t.connections.ConntrackTableFlush(netlink.ConntrackTable)
+}
+
+// targets are where some Services are reached, or if that is asked for their first endpoints.
+func (n *node) targets(services []int, direct bool) (to []netip.AddrPort) {
+	for _, i := range services {
+		to = append(to, n.target(i, direct))
 	}
-	binary.BigEndian.PutUint16(s[16:], ^uint16(sum))
-	return s
+	return to
 }

@@ -28,6 +28,10 @@ type Kind struct {
 	tables  string // which variant of iptables it finds in its path: legacy or nft; empty means none
 	// ipvs says that the kernel has to have IPVS.
 	ipvs bool
+	// sockets says that Cilium balances pods' connections, too, when their sockets connect.
+	sockets bool
+	// reasons say why it is not measured for a table, by the table's title.
+	reasons map[string]string
 }
 
 const verdict = "verdict"
@@ -67,9 +71,14 @@ var kinds = []Kind{
 		ipvs:    true,
 	},
 	{Name: "kube-proxy-ipvs", program: "kube-proxy", mode: "ipvs", args: runKubeProxy, tables: "legacy", ipvs: true},
+	{Name: "cilium", program: ciliumAgent, reasons: ciliumReasons},
+	{Name: "cilium-socket", program: ciliumAgent, sockets: true, reasons: ciliumReasons},
 	{Name: "kube-proxy-1.36-nftables", program: "kube-proxy-1.36", mode: "nftables", args: runKubeProxy},
 	{Name: "kube-proxy-1.36-iptables", program: "kube-proxy-1.36", mode: "iptables", args: runKubeProxy, tables: "legacy"},
 }
+
+// Reasons say why this proxy is not measured for a table, by the table's title.
+func (k *Kind) Reasons() map[string]string { return k.reasons }
 
 // DefaultKinds are those that every machine can run.
 func DefaultKinds() []string {
@@ -162,6 +171,11 @@ func (k *Kind) Obtain(ctx context.Context, p Programs) (version string, err erro
 			return "", fmt.Errorf("%w: %s has no %s", ErrMissing, version, k.needs)
 		}
 	}
+	if k.program == ciliumAgent {
+		if _, err := os.Stat(k.files()); err != nil {
+			return "", fmt.Errorf("%w: what Cilium's agent needs besides: %w", ErrMissing, err)
+		}
+	}
 	if k.ipvs {
 		if _, err := os.Stat("/proc/net/ip_vs"); err != nil {
 			return "", fmt.Errorf("%w: this kernel has no IPVS; --guest runs it in one that has", ErrMissing)
@@ -175,12 +189,19 @@ func (k *Kind) Obtain(ctx context.Context, p Programs) (version string, err erro
 	return version, nil
 }
 
+// files is the directory of what Cilium's agent needs besides.
+func (k *Kind) files() string { return filepath.Join(filepath.Dir(k.Binary), "cilium") }
+
 // multi is the program that all of iptables' commands are, in one variant.
 func (k *Kind) multi() string { return "xtables-" + k.tables + "-multi" }
 
-// path makes a directory with this variant of iptables under its ordinary names, and gives a PATH with it in front.
+// path makes a directory with this variant of iptables under its ordinary names, and gives a PATH with it in front, or
+// with the compiler of Cilium's agent.
 func (k *Kind) path(dir string) (string, error) {
 	path := os.Getenv("PATH")
+	if k.program == ciliumAgent {
+		return filepath.Join(k.files(), "bin") + string(os.PathListSeparator) + path, nil
+	}
 	if k.tables == "" {
 		return path, nil
 	}

@@ -130,6 +130,9 @@ func (n *node) first(ctx context.Context, limit time.Duration) (*results.Wait, e
 	if err := n.start(); err != nil {
 		return nil, err
 	}
+	if err := n.attach(ctx, began, limit); err != nil {
+		return n.wait(time.Since(began), err)
+	}
 	return n.untilAll(ctx, began, limit)
 }
 
@@ -156,6 +159,9 @@ func (n *node) again(ctx context.Context, limit time.Duration) (*results.Wait, e
 	began := time.Now()
 	if err := n.start(); err != nil {
 		return nil, err
+	}
+	if err := n.serving(ctx, began, limit); err != nil {
+		return n.wait(time.Since(began), err)
 	}
 	return n.calm(ctx, began, limit)
 }

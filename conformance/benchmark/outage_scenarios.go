@@ -3,6 +3,7 @@ package benchmark
 import (
 	"errors"
 	"fmt"
+	"net/netip"
 	"sync/atomic"
 	"time"
 
@@ -320,7 +321,7 @@ func flood(s *scene, _ []*endpoint) error {
 func sendFlood(s *scene, attacker *lab.Host, socket int, stop *atomic.Bool) {
 	peer := &unix.SockaddrInet4{Addr: s.to.Addr().As4()}
 	for i := 0; !stop.Load(); i++ {
-		segment := syn(attacker.IP4, s.to, uint16(10000+i%floodPorts))
+		segment := tcpSegment(netip.AddrPortFrom(attacker.IP4, uint16(10000+i%floodPorts)), s.to, synFlag, 0, 0)
 		_ = unix.Sendto(socket, segment[:], 0, peer) // what is lost is sent again
 		time.Sleep(time.Second / floodRate)
 	}

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"time"
 
@@ -27,6 +28,8 @@ type Plan struct {
 	// Results gets the cells, and is saved after each.
 	Results *results.Results
 	Save    func() error
+	// OnlyPaths leaves the cells out: only what packets cost is measured.
+	OnlyPaths bool
 	// Say tells of a step that is done, Progress of what is under way; each is one line.
 	Say, Progress func(string)
 }
@@ -88,7 +91,11 @@ func (p *Plan) hopeless(size results.Size, proxy string) bool {
 // size measures all missing cells of one size and repeat, in one cluster.
 func (p *Plan) size(ctx context.Context, size results.Size, repeat int, save func() error) (err error) {
 	missing := p.missing(size, repeat)
-	if len(missing) == 0 {
+	if p.OnlyPaths {
+		missing = nil
+	}
+	needsPaths := p.needsPaths(size, repeat)
+	if len(missing) == 0 && !needsPaths {
 		return nil
 	}
 	dir := filepath.Join(p.Dir, fmt.Sprintf("%s-%d", size, repeat))
@@ -98,17 +105,60 @@ func (p *Plan) size(ctx context.Context, size results.Size, repeat int, save fun
 	if !p.Keep {
 		defer func() { err = errors.Join(err, os.RemoveAll(dir)) }()
 	}
-	label := fmt.Sprintf("%s, repeat %d", size, repeat)
-	w, err := newWorld(ctx, newCluster(size), p.Programs, dir, func(text string) { p.Progress(label + ": " + text) })
+	w, err := newWorld(ctx, newCluster(size), p.Programs, dir, func(text string) {
+		p.Progress(fmt.Sprintf("%s, repeat %d: %s", size, repeat, text))
+	})
 	if err != nil && ctx.Err() != nil { // whatever had just begun says how it ended, at length
 		err = context.Cause(ctx)
 	}
 	if err != nil {
-		return fmt.Errorf("%s: %w", label, err)
+		return fmt.Errorf("%s, repeat %d: %w", size, repeat, err)
 	}
 	defer func() { err = errors.Join(err, w.close()) }()
+	if err := p.cells(ctx, w, size, repeat, missing, save); err != nil || !needsPaths {
+		return err
+	}
+	return p.turns(ctx, w, size, repeat, save)
+}
+
+// needsPaths says that turns of a size and repeat were not taken yet, or without one of the proxies. They are compared
+// round by round, so all are measured again then.
+func (p *Plan) needsPaths(size results.Size, repeat int) bool {
+	found := p.Results.FindPaths(size, repeat)
+	if found == nil {
+		return p.Results.Settings.Rounds > 0
+	}
+	return slices.ContainsFunc(p.Kinds, func(k *Kind) bool {
+		return found.Turns[k.Name] == nil && found.Missing[k.Name] == ""
+	})
+}
+
+// turns measures what packets cost, once all cells of the size and repeat are there.
+func (p *Plan) turns(ctx context.Context, w *world, size results.Size, repeat int, save func() error) error {
+	p.Progress(fmt.Sprintf("%s, repeat %d, by turns: waiting for the machine to be at rest", size, repeat))
+	if err := idle(ctx); err != nil {
+		return err
+	}
+	out, err := p.paths(ctx, w, size, repeat)
+	if ctx.Err() != nil { // turns that were broken off are taken again as a whole
+		return context.Cause(ctx)
+	}
+	if err != nil {
+		out.Error = err.Error()
+	}
+	p.Results.Paths = append(slices.DeleteFunc(p.Results.Paths, func(o *results.Paths) bool {
+		return o.Size == size && o.Repeat == repeat
+	}), out)
+	p.Say(results.PathsSummary(out))
+	return save()
+}
+
+// cells measures the missing cells of one size and repeat.
+func (p *Plan) cells(
+	ctx context.Context, w *world, size results.Size, repeat int, missing []*Kind, save func() error,
+) error {
 	for _, k := range missing {
-		p.Progress(label + ": waiting for the machine to be at rest")
+		p.Progress(fmt.Sprintf("%s, repeat %d: waiting for the machine to be at rest", size, repeat))
 		if err := idle(ctx); err != nil {
 			return err
 		}
@@ -143,16 +193,17 @@ func (p *Plan) cell(ctx context.Context, w *world, k *Kind, c *results.Cell) (er
 		p.Progress(fmt.Sprintf("%s, repeat %d, %s: %s", c.Size, c.Repeat, c.Proxy, text))
 	}
 	step("making a node")
+	if k.program == ciliumAgent {
+		if err := w.prepareAgents(ctx, k); err != nil {
+			return err
+		}
+	}
 	n, err := w.newNode(k)
 	if err != nil {
 		return err
 	}
 	defer func() { err = errors.Join(err, n.close()) }()
 	s := p.Results.Settings
-	step("connections without a proxy")
-	if c.Bare, err = n.data(ctx, seconds(s.DataTime), true); err != nil {
-		return err
-	}
 	step("start")
 	if c.Start, err = n.first(ctx, seconds(s.StartLimit)); err != nil || c.Start.Limit {
 		return err
@@ -167,10 +218,6 @@ func (p *Plan) cell(ctx context.Context, w *world, k *Kind, c *results.Cell) (er
 		}
 	}()
 	if err := n.wrote(k); err != nil {
-		return err
-	}
-	step("connections")
-	if c.Data, err = n.data(ctx, seconds(s.DataTime), false); err != nil {
 		return err
 	}
 	// Before the churn, after which a proxy may have work left for a long time.
@@ -210,7 +257,7 @@ func (p *Plan) changes(ctx context.Context, n *node, c *results.Cell, step func(
 		}
 		c.Churn = append(c.Churn, *churn)
 	}
-	if c.Size.Services > giantMost {
+	if c.Size.Services > giantMost || n.kind.reasons[results.TitleGiant] != "" {
 		return nil
 	}
 	if err := rest(); err != nil {
@@ -251,9 +298,6 @@ func summary(c *results.Cell) string {
 	}
 	if c.Away != nil {
 		fmt.Fprintf(&b, "  after a change %s", results.WaitText(*c.Away))
-	}
-	if c.Data != nil {
-		fmt.Fprintf(&b, "  connect %.0f µs", c.Data.First)
 	}
 	if c.Giant != nil {
 		fmt.Fprintf(

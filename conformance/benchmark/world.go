@@ -29,6 +29,8 @@ type world struct {
 	store *store
 	dir   string
 	nodes int // that were made so far
+	// agents says that the API server has what Cilium's agents need.
+	agents bool
 }
 
 // The wire that nodes and control plane share.
@@ -49,11 +51,7 @@ func newWorld(ctx context.Context, c *cluster, p Programs, dir string, progress 
 }
 
 func (w *world) open(ctx context.Context, p Programs, progress func(string)) error {
-	var err error
-	if w.host, err = w.net.NewHost("control"); err != nil {
-		return err
-	}
-	err = errors.Join(w.host.PlainBridges(), w.host.AddBridge(wire), w.host.AddAddr(wire, controlAddr))
+	err := w.lay()
 	if err != nil {
 		return err
 	}
@@ -85,6 +83,14 @@ func (w *world) open(ctx context.Context, p Programs, progress func(string)) err
 	}
 	progress("listing all, so that the API server has it at hand")
 	return w.list(ctx)
+}
+
+// lay makes the host of the control plane, and the wire.
+func (w *world) lay() (err error) {
+	if w.host, err = w.net.NewHost("control"); err != nil {
+		return err
+	}
+	return errors.Join(w.host.PlainBridges(), w.host.AddBridge(wire), w.host.AddAddr(wire, controlAddr))
 }
 
 // list reads all objects as a proxy does. So the API server has had each in its hands before anything is measured,
@@ -120,12 +126,14 @@ func (w *world) close() error {
 // What the proxy has not translated ends at the node, which has no route for it, and the client hears of it at once.
 type node struct {
 	*world
+	kind                 *Kind
 	net                  *lab.Net
 	host, client, server *lab.Host
 	proxy                *control.Process
 	listeners            []net.Listener
 	log                  string
 	usage                *usage
+	agent                *agent // nil unless the proxy is Cilium
 }
 
 var (
@@ -137,7 +145,8 @@ var (
 // newNode makes a node. Whoever has it must close it.
 func (w *world) newNode(k *Kind) (*node, error) {
 	w.nodes++
-	n := &node{world: w, net: lab.New(), log: filepath.Join(w.dir, fmt.Sprintf("%s-%d.log", k.Name, w.nodes))}
+	n := &node{world: w, kind: k, net: lab.New()}
+	n.log = filepath.Join(w.dir, fmt.Sprintf("%s-%d.log", k.Name, w.nodes))
 	if err := n.build(k); err != nil {
 		return nil, errors.Join(err, n.close())
 	}
@@ -164,6 +173,9 @@ func (n *node) build(k *Kind) error {
 	}
 	if err != nil {
 		return err
+	}
+	if k.program == "" {
+		return nil
 	}
 	return n.prepare(k)
 }
@@ -208,9 +220,17 @@ func (n *node) prepare(k *Kind) error {
 		return err
 	}
 	// The lock of legacy iptables is one for the whole machine, and others may hold it.
-	args := []string{"PATH=" + path, "XTABLES_LOCKFILE=" + n.log + ".lock", k.Binary}
-	for _, a := range k.args {
-		args = append(args, strings.ReplaceAll(a, "{config}", config))
+	args := []string{"PATH=" + path, "XTABLES_LOCKFILE=" + n.log + ".lock", "K8S_NODE_NAME=" + nodeName}
+	if k.program == ciliumAgent {
+		if n.agent, err = newAgent(n.log + ".files"); err != nil {
+			return err
+		}
+		args = append(args, n.agentCommand(k)...)
+	} else {
+		args = append(args, k.Binary)
+		for _, a := range k.args {
+			args = append(args, strings.ReplaceAll(a, "{config}", config))
+		}
 	}
 	if n.usage, err = newUsage(); err != nil {
 		return err
@@ -265,6 +285,9 @@ func (n *node) close() error {
 	}
 	if n.usage != nil {
 		errs = append(errs, n.usage.close())
+	}
+	if n.agent != nil {
+		errs = append(errs, n.agent.close())
 	}
 	return errors.Join(append(errs, n.net.Close())...)
 }

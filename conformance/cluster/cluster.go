@@ -55,6 +55,11 @@ func Dir() (string, error) {
 	return filepath.Join(cache, "verdict", "cluster"), err
 }
 
+// Records is the directory of the cluster's for the records of a run that begins at a time.
+func (c *Cluster) Records(at time.Time) string {
+	return c.file("records", at.Format("2006-01-02T15-04-05"))
+}
+
 func (c *Cluster) file(name ...string) string {
 	return filepath.Join(append([]string{c.dir}, name...)...)
 }

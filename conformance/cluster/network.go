@@ -21,6 +21,9 @@ const (
 	gateway6 = "fd00:98::1"
 )
 
+// NetnsPath is the file of a network namespace that "ip netns" names so.
+func NetnsPath(name string) string { return netnsPath(name) }
+
 func netnsPath(name string) string { return filepath.Join("/run/netns", name) }
 
 // inNet runs lines of ip's batch format in a network namespace.

@@ -39,6 +39,9 @@ func newNode(c *Cluster, index int) *Node {
 func (n *Node) pods4() string { return fmt.Sprintf("10.244.%d.0/24", n.index) }
 func (n *Node) pods6() string { return fmt.Sprintf("fd00:10:244:%d::/64", n.index) }
 
+// Runs says whether a process is the node's, by /proc/PID/cgroup.
+func (n *Node) Runs(groups string) bool { return strings.Contains(groups, ":/"+groupName(n.Name)+"/") }
+
 // Netns is the node's network namespace, as "ip netns" names it.
 func (n *Node) Netns() string { return n.netns }
 
@@ -102,6 +105,9 @@ func (n *Node) Exec(ctx context.Context, program string, args ...string) (string
 	enter := []string{fmt.Sprintf("--target=%d", pid), "--mount", "--net", "--pid", "--uts", "--ipc", program}
 	return run(ctx, "nsenter", append(enter, args...)...)
 }
+
+// PodLogs is the directory with the logs of the node's containers: NAMESPACE_POD_UID/CONTAINER/N.log.
+func (n *Node) PodLogs() string { return n.cluster.file(n.Name, "pod-logs") }
 
 // WatchOwner looks whether Verdict's tables on the node have an owner, until stop is closed: see tableowner.Watch.
 func (n *Node) WatchOwner(stop <-chan struct{}) (longest time.Duration, err error) {

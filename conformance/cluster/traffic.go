@@ -1,6 +1,10 @@
 package cluster
 
-import "time"
+import (
+	"time"
+
+	"github.com/verdict-proxy/verdict/internal/lab/blackbox"
+)
 
 // Report is what a client of conformance/cmd/workload tells at /report.
 type Report struct {
@@ -10,7 +14,7 @@ type Report struct {
 	Connections int
 	// Failed is how many were not, and Broken how many of those that were held ended or fell silent.
 	Failed, Broken int
-	// Noted is how many errors there were, and Errors are the last ones, with target and time.
-	Noted  int
-	Errors []string
+	// Noted is how many errors there were, and Failures are the last ones.
+	Noted    int
+	Failures []blackbox.Failure
 }

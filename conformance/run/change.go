@@ -375,7 +375,7 @@ func (t *teller) restoreProxies(ctx context.Context) error {
 	for _, p := range t.testbed.Proxies {
 		errs = append(errs, p.Configure(nil, nil), p.End(ctx, false), p.Start())
 	}
-	return errors.Join(append(errs, t.testbed.AwaitZones(ctx))...)
+	return errors.Join(append(errs, t.testbed.AwaitStart(ctx))...)
 }
 
 func (t *teller) api(ctx context.Context, do string) error {

@@ -19,6 +19,7 @@ import (
 	"github.com/verdict-proxy/verdict/conformance/cases"
 	"github.com/verdict-proxy/verdict/conformance/report"
 	"github.com/verdict-proxy/verdict/internal/lab"
+	"github.com/verdict-proxy/verdict/internal/lab/blackbox"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
@@ -169,6 +170,7 @@ type traffic struct {
 	opened    int
 	endpoints map[string]int
 	failures  []string
+	box       *blackbox.Box
 }
 
 func (c *traffic) end() {
@@ -182,7 +184,7 @@ func (t *teller) begin(s *cases.TrafficStep) error {
 		return err
 	}
 	ctx, cancel := context.WithCancel(context.Background())
-	c := &traffic{cancel: cancel, endpoints: make(map[string]int)}
+	c := &traffic{cancel: cancel, endpoints: make(map[string]int), box: t.box}
 	t.traffic[s.As] = c
 	for _, a := range all {
 		c.wait.Go(func() {
@@ -210,8 +212,20 @@ func (c *traffic) dial(host *lab.Host, a target, timeout time.Duration) {
 		c.endpoints[r.Endpoint]++
 		return
 	}
+	i := len(c.failures)
 	c.failures = append(c.failures, fmt.Sprintf("%s to %s at %s: %s", a.from, a.words(), began.Format("15:04:05.000"), r))
+	if i < maxShown {
+		c.wait.Go(func() {
+			cause := c.box.Cause(host, labProtocol(a.protocol), a.to, r, began, false)
+			c.mu.Lock()
+			defer c.mu.Unlock()
+			c.failures[i] += cause
+		})
+	}
 }
+
+// maxShown is how many failures of one traffic are explained and shown.
+const maxShown = 3
 
 func (t *teller) stop(s *cases.Step) error {
 	c := t.traffic[s.Stop.As]
@@ -237,7 +251,7 @@ func (t *teller) stop(s *cases.Step) error {
 		}
 	}
 	if n := len(c.failures); n > 0 {
-		l.Got += fmt.Sprintf("; %d failed: %s", n, strings.Join(c.failures[:min(n, 3)], "; "))
+		l.Got += fmt.Sprintf("; %d failed: %s", n, strings.Join(c.failures[:min(n, maxShown)], "; "))
 	}
 	d := t.differs(s)
 	switch {

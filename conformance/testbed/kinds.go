@@ -44,6 +44,10 @@ type Kind struct {
 	// registers its handler of Node events after the first one may have come (cmd/kube-proxy/app/server.go,
 	// NewNodeTopologyConfig in 1.36 and 1.37).
 	forgetsZone bool
+	// forgetsRanges says that the proxy may start without a rule for addresses that no Service has, and writes it at its
+	// next full sync, an hour later, unless a change of the Node makes it sync in full: kube-proxy in mode nftables, when
+	// it hears of ServiceCIDRs after its first sync (pkg/proxy/nftables/proxier.go, OnServiceCIDRsChanged, 1.36, 1.37).
+	forgetsRanges bool
 	// status says that the proxy tells up to which versions it has programmed everything.
 	status bool
 }
@@ -96,6 +100,7 @@ func kubeProxies(program string) []Kind {
 	for i := range all {
 		k := &all[i]
 		k.Name, k.Args, k.forgetsZone = program+"-"+k.mode, runKubeProxy, true
+		k.forgetsRanges = k.mode == "nftables"
 		k.build = peer(program)
 		if program == "kube-proxy" {
 			k.older, k.oldVersion = peer("kube-proxy-1.36"), "Kubernetes 1.36"
@@ -190,6 +195,9 @@ func (k *Kind) Older(ctx context.Context, from Programs, dir string) (binary, ve
 	}
 	return binary, k.oldVersion, err
 }
+
+// Peer reports whether this is a known proxy of somebody else.
+func (k *Kind) Peer() bool { return k.mode != "" && !k.status }
 
 // Adjustable says whether stories may change the configuration.
 func (k *Kind) Adjustable() bool { return k.mode != "" }

@@ -94,7 +94,7 @@ func (tb *Testbed) open(ctx context.Context, binary string, peers Peers) error {
 	if err := tb.Sync(ctx); err != nil {
 		return err
 	}
-	return tb.AwaitZones(ctx)
+	return tb.AwaitStart(ctx)
 }
 
 // requestTimeout is how long the API server may take for a request: on a slow machine longer than usual, but not as

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"net/netip"
+	"strings"
 	"time"
 
 	v1 "k8s.io/api/core/v1"
@@ -61,8 +62,16 @@ func (tb *Testbed) createZoneCanary(ctx context.Context) error {
 
 func zoneTarget(node int) uint16 { return firstCanaryTarget + uint16(node) }
 
-// AwaitZones waits until the proxies know their zones; those that may have missed it are told.
-func (tb *Testbed) AwaitZones(ctx context.Context) error {
+// AwaitStart waits until proxies that were started know their zones and the ranges of Services.
+func (tb *Testbed) AwaitStart(ctx context.Context) error {
+	if err := tb.awaitZones(ctx); err != nil {
+		return err
+	}
+	return tb.awaitRanges(ctx)
+}
+
+// awaitZones waits until the proxies know their zones; those that may have missed it are told.
+func (tb *Testbed) awaitZones(ctx context.Context) error {
 	for i, node := range tb.Nodes() {
 		if tb.Kind.forgetsZone {
 			if err := errors.Join(tb.label(ctx, node, ""), tb.label(ctx, node, Zones[node])); err != nil {
@@ -75,6 +84,36 @@ func (tb *Testbed) AwaitZones(ctx context.Context) error {
 				if r.Outcome != lab.Answered || r.Destination.Port() != zoneTarget(i) {
 					return fmt.Errorf("%s does not know that it is in %s: %s", node, Zones[node], r)
 				}
+			}
+			return nil
+		})
+		if err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// awaitRanges waits until the proxies drop what goes to addresses of the range that no Service has. Those that may have
+// missed the ranges are made to sync in full, by changes of their Nodes.
+func (tb *Testbed) awaitRanges(ctx context.Context) error {
+	if !tb.Kind.forgetsRanges {
+		return nil
+	}
+	for _, node := range tb.Nodes() {
+		var told time.Time
+		err := until(ctx, tb.Slow.Times(zoneLimit), func() error {
+			for _, family := range []string{"ip", "ip6"} {
+				out, err := tb.Host(node).Run("nft", "list", "chain", family, "kube-proxy", "cluster-ips-check")
+				if err == nil && strings.Contains(out, "Drop traffic to unallocated ClusterIPs") {
+					continue
+				}
+				err = errors.Join(fmt.Errorf("%s has no rule for unallocated addresses (%s): %s", node, family, out), err)
+				if time.Since(told) > tb.Slow.Times(time.Second) {
+					told = time.Now()
+					err = errors.Join(err, tb.label(ctx, node, ""), tb.label(ctx, node, Zones[node]))
+				}
+				return err
 			}
 			return nil
 		})

@@ -52,6 +52,7 @@ var narrow = map[string][]string{
 	"internal/gateway/routes":    {"internal/system", "sync/snapshot", "sync/watch"},
 	"internal/lab":               {"internal/lab", "internal/system", "sync/snapshot"},
 	"internal/lab/benchmark":     {"internal/lab", "internal/system", "nft", "sync"},
+	"internal/lab/blackbox":      {"internal/lab", "internal/system", "internal/proxy/conntrack", "sync/snapshot"},
 	"internal/lab/demo":          {"internal", "nft", "sync"},
 	"nft/iptshim": {"internal/system/ipfamily", "internal/system/packets", "sync/snapshot",
 		"sync/dataplane"},

@@ -9,15 +9,15 @@ import (
 // budget is how many lines of Go each wing of the product may have, without tests. To raise a number is a decision: say
 // in the commit what the lines are for, and what they replace.
 var budget = map[string]int{
-	"cmd":              4_810,
-	"nft":              19_440,
-	"ipvsplugin":       3_280,
-	"sync":             15_500,
-	"internal/system":  7_620,
-	"internal/proxy":   28_110,
+	"cmd":              4_800,
+	"nft":              19_430,
+	"ipvsplugin":       3_270,
+	"sync":             15_870,
+	"internal/system":  7_660,
+	"internal/proxy":   28_350,
 	"internal/answers": 15_110,
-	"internal/gateway": 3_830,
-	"internal/lab":     7_310,
+	"internal/gateway": 3_820,
+	"internal/lab":     10_400,
 }
 
 // slack is how far below its budget a wing may be before the budget has to follow.

@@ -42,8 +42,10 @@ func (o Outcome) String() string {
 // Result is what a client learned.
 type Result struct {
 	Outcome Outcome
-	// Endpoint is the name of the host that answered; it and the next two are only set if one did.
+	// Endpoint is the name of the host that answered; it, Source and Destination are only set if one did.
 	Endpoint string
+	// Client is the client's own address and port, before any translation; invalid if no socket was made.
+	Client netip.AddrPort
 	// Source is the client as the endpoint saw it: after SNAT.
 	Source netip.AddrPort
 	// Destination is what the endpoint was reached at: after DNAT.
@@ -124,13 +126,14 @@ func (h *Host) openConn(p snapshot.Protocol, to netip.AddrPort, o Options, deadl
 	defer cancel()
 	conn, err := h.connect(ctx, p, o.From, to)
 	if err != nil {
-		return nil, failedResult(fmt.Errorf("%s to %s: %w", p, to, err))
+		return nil, unconnected(p, to, err)
 	}
 	c := &Conn{host: h, conn: conn}
 	if p != snapshot.UDP {
 		c.lines = bufio.NewReader(conn)
 	}
 	r := c.readGreeting(deadline)
+	r.Client = c.Local()
 	if r.Outcome != Answered {
 		c.abort()
 		return nil, r
@@ -141,6 +144,20 @@ func (h *Host) openConn(p snapshot.Protocol, to netip.AddrPort, o Options, deadl
 		return nil, failedResult(ErrClosed)
 	}
 	return c, r
+}
+
+// unconnected is what a client learned that was not connected.
+func unconnected(p snapshot.Protocol, to netip.AddrPort, err error) Result {
+	var client netip.AddrPort
+	if op := (*net.OpError)(nil); errors.As(err, &op) {
+		err = op.Err
+		if op.Source != nil {
+			client = addrPort(op.Source)
+		}
+	}
+	r := failedResult(fmt.Errorf("%s to %s: %w", p, to, err))
+	r.Client = client
+	return r
 }
 
 // readGreeting waits for the first words of an endpoint. TCP servers speak first, UDP servers answer.
@@ -169,7 +186,7 @@ func (c *Conn) Ping(timeout time.Duration) Result {
 	} else if err := c.echo(deadline); err != nil {
 		r = failedResult(err)
 	}
-	r.Latency = time.Since(start)
+	r.Client, r.Latency = c.Local(), time.Since(start)
 	return r
 }
 

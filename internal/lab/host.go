@@ -3,6 +3,7 @@ package lab
 import (
 	"errors"
 	"fmt"
+	"io"
 	"net/netip"
 	"os"
 	"os/exec"
@@ -140,6 +141,15 @@ func (h *Host) IP(f ipfamily.Family) netip.Addr {
 
 // Netlink gives rtnetlink inside the host, for what Link, AddAddr and AddRoute do not offer. The Net closes it.
 func (h *Host) Netlink() *netlink.Handle { return h.nl }
+
+// Keep has something closed with the host at the latest: a socket that stays open keeps the namespace alive. A host
+// that is closed already closes it at once. The function that Keep returns ends that, and closes nothing.
+func (h *Host) Keep(c io.Closer) (forget func()) {
+	if !h.open.add(c) {
+		c.Close()
+	}
+	return func() { h.open.remove(c) }
+}
 
 // Do runs f inside the host's namespace, on a thread of its own, and gives back f's error. Sockets and netlink
 // connections that f opens belong to the namespace for good and can be used anywhere afterwards. Goroutines that f

@@ -33,11 +33,7 @@ func (h *Host) DialContext(ctx context.Context, network, address string) (net.Co
 	default:
 		return nil, &net.OpError{Op: "dial", Net: network, Err: net.UnknownNetworkError(network)}
 	}
-	c, err := h.connect(ctx, p, netip.AddrPort{}, to)
-	if err != nil {
-		return nil, &net.OpError{Op: "dial", Net: network, Addr: net.TCPAddrFromAddrPort(to), Err: err}
-	}
-	return c, nil
+	return h.connect(ctx, p, netip.AddrPort{}, to)
 }
 
 // Listen announces inside the host like net.Listen; the address has no names in it. The caller closes the listener.
@@ -58,6 +54,7 @@ func (h *Host) ListenPacket(network, address string) (c net.PacketConn, err erro
 
 // connect makes a socket inside the host and connects it from the calling goroutine: only the first needs the host's
 // thread, so that any number of connections can wait for their answer. An invalid from leaves the choice to the kernel.
+// If the socket was made, an error is a *net.OpError whose Source is what the kernel chose.
 func (h *Host) connect(ctx context.Context, p snapshot.Protocol, from, to netip.AddrPort) (net.Conn, error) {
 	to = unmap(to)
 	fd, err := h.socket(p, ipfamily.Of(to.Addr()))
@@ -69,15 +66,28 @@ func (h *Host) connect(ctx context.Context, p snapshot.Protocol, from, to netip.
 		return nil, err
 	}
 	err = unix.Connect(fd, sockaddr(to))
+	source := localAddr(fd)
 	f := os.NewFile(uintptr(fd), "socket") // from here on the runtime's poller waits for it
 	defer f.Close()
 	if err == unix.EINPROGRESS {
 		err = waitConnected(ctx, f)
 	}
 	if err != nil {
-		return nil, os.NewSyscallError("connect", err)
+		return nil, &net.OpError{Op: "dial", Net: p.String(), Source: source, Addr: net.TCPAddrFromAddrPort(to),
+			Err: os.NewSyscallError("connect", err)}
 	}
 	return net.FileConn(f)
+}
+
+// localAddr returns the address that a socket has; nil if it has none.
+func localAddr(fd int) net.Addr {
+	switch a, _ := unix.Getsockname(fd); a := a.(type) {
+	case *unix.SockaddrInet4:
+		return &net.TCPAddr{IP: a.Addr[:], Port: a.Port}
+	case *unix.SockaddrInet6:
+		return &net.TCPAddr{IP: a.Addr[:], Port: a.Port}
+	}
+	return nil
 }
 
 // socket makes a socket without blocking reads inside the host.

@@ -498,7 +498,7 @@ func TestListIsWhatNftLists(t *testing.T) {
 	tables, err := b.List()
 	labtest.Check(t, err)
 	words := func(text string) []string {
-		fields := strings.Fields(strings.NewReplacer("priority raw", "priority -300", "priority dstnat", "priority -100",
+		fields := strings.Fields(strings.NewReplacer("priority raw", "priority -300", "priority dstnat - 1", "priority -101",
 			"priority srcnat", "priority 100",
 			"tcp flags != syn / syn,ack", "tcp flags & (syn | ack) != syn" /* nft 1.0.6 */).Replace(text))
 		slices.Sort(fields) // nft orders elements and breaks lines in its own way

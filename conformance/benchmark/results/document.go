@@ -43,7 +43,7 @@ var readmeSize = Size{10000, 10}
 // ReadmeTable gives the short table for the README: one size, a line for each question.
 func (r *Results) ReadmeTable() string {
 	var b strings.Builder
-	proxies := r.columns(false)
+	proxies := r.Proxies()
 	fmt.Fprintf(
 		&b,
 		"| %s Services x %d endpoints | %s |\n",
@@ -72,17 +72,9 @@ func (r *Results) ReadmeTable() string {
 		)
 		line("processor cores then", func(row *Row) string { return row.Churn[rate].Cores.short(cores) })
 	}
-	line("memory, after the start / peak", func(row *Row) string {
-		return row.Resident.short(mebibytes) + " / " + row.Peak.short(mebibytes)
+	line("memory, after the start / peak / of the kernel", func(row *Row) string {
+		return row.Resident.short(mebibytes) + " / " + row.Peak.short(mebibytes) + " / " + row.Kernel.short(mebibytes)
 	})
-	line("extra latency of a connection's first packet, compared with connecting to the endpoint directly",
-		func(row *Row) string { return row.FirstBeside.short(aboveMicroseconds) })
-	line("extra processor time of a new flow to a Service / to an endpoint directly, compared with no proxy",
-		func(row *Row) string {
-			if row.ServiceAbove.N == 0 || row.DirectAbove.N == 0 {
-				return none
-			}
-			return row.ServiceAbove.short(tenths) + " / " + row.DirectAbove.short(tenths)
-		})
+	r.readmePaths(line)
 	return b.String()
 }

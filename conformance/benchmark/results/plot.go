@@ -47,8 +47,8 @@ func (r *Results) pictures() []picture {
 			func(row *Row) Spread { return row.Change.P50 }, func(row *Row) Spread { return row.Change.P99 }, 1, false},
 		{"memory", "Resident memory of the proxy and its children (after the start, thin line to the peak)", "MiB",
 			func(row *Row) Spread { return row.Resident }, func(row *Row) Spread { return row.Peak }, 1.0 / (1 << 20), false},
-		{"first-packet", "First packet of a connection (median, thin line to the slowest Service)", "microseconds",
-			func(row *Row) Spread { return row.First }, func(row *Row) Spread { return row.Slowest }, 1, true},
+		{"new-flow", "Processor time of a new flow that the node forwards to a Service (no proxy: to an endpoint)",
+			"microseconds", func(row *Row) Spread { return row.Paths[ForwardedService].Spread }, nothing, 1, true},
 	}
 	for _, rate := range r.Settings.Rates {
 		all = append(
@@ -88,7 +88,7 @@ func (r *Results) WritePlots(dir string) (names []string, err error) {
 }
 
 // look is how a proxy's line is drawn: Verdict solid, kube-proxy dashed and its older releases dotted, a colour for
-// each mode of the set of Okabe and Ito, which all eyes tell apart.
+// each mode of the set of Okabe and Ito, which all eyes tell apart, and one for Cilium.
 type look struct {
 	color  color.NRGBA
 	dashes []vg.Length
@@ -104,11 +104,13 @@ func lookOf(proxy string) look {
 		l.color, l.shape = color.NRGBA{0xd5, 0x5e, 0x00, 0xff}, draw.PyramidGlyph{}
 	case strings.HasSuffix(proxy, "-ipvs"):
 		l.color, l.shape = color.NRGBA{0x00, 0x9e, 0x73, 0xff}, draw.BoxGlyph{}
+	case strings.HasPrefix(proxy, "cilium"):
+		l.color, l.shape = color.NRGBA{0xcc, 0x79, 0xa7, 0xff}, draw.CrossGlyph{}
 	}
 	switch {
 	case strings.HasPrefix(proxy, "kube-proxy-1."): // an older release
 		l.dashes = []vg.Length{vg.Points(1), vg.Points(3)}
-	case strings.HasPrefix(proxy, "kube-proxy"):
+	case strings.HasPrefix(proxy, "kube-proxy"), proxy == "cilium-socket":
 		l.dashes = []vg.Length{vg.Points(5), vg.Points(3)}
 	}
 	return l
@@ -158,7 +160,11 @@ const (
 // draw gives the picture as SVG; nil if it has no values.
 func (r *Results) draw(p picture) ([]byte, error) {
 	var lines []line
-	for _, proxy := range r.columns(p.baseline) {
+	proxies := r.Proxies()
+	if p.baseline {
+		proxies = r.pathColumns()
+	}
+	for _, proxy := range proxies {
 		if l := r.line(p, proxy); len(l.points) > 0 {
 			lines = append(lines, l)
 		}

@@ -22,9 +22,13 @@ type Results struct {
 	Versions map[string]string `json:"versions"`
 	// LeftOut says why a proxy was not measured, by its name.
 	LeftOut map[string]string `json:"left_out,omitempty"`
+	// Reasons say why a proxy has no figures in a table, by its name and the table's title.
+	Reasons map[string]map[string]string `json:"reasons,omitempty"`
 	// Spent is how long the measurements took, in seconds, those of a run that was broken off included.
 	Spent float64 `json:"spent_s"`
 	Cells []*Cell `json:"cells"`
+	// Paths are the turns of each size and repeat.
+	Paths []*Paths `json:"paths,omitempty"`
 }
 
 // Machine says where it was measured.
@@ -52,15 +56,17 @@ type Settings struct {
 	Rates      []float64 `json:"rates"`
 	ChurnTime  float64   `json:"churn_s"`
 	DrainLimit float64   `json:"drain_limit_s"`
-	// DataTime is how long connections are counted, and then bytes.
-	DataTime float64 `json:"data_s"`
+	// Rounds is how many turns each node has where packets are measured, TurnTime how long connections are counted in a
+	// turn, and then bytes.
+	Rounds   int     `json:"rounds"`
+	TurnTime float64 `json:"turn_s"`
 	// GiantLimit is how long the giant may take to come, and to go; 0 in results that are older than it.
 	GiantLimit float64 `json:"giant_limit_s,omitempty"`
 }
 
 // Method is the number of the way in which is measured now. It is counted up when figures would no longer compare
 // with those before.
-const Method = 4
+const Method = 5
 
 // Size is how large a cluster is: so many Services with so many endpoints each.
 type Size struct {
@@ -115,10 +121,7 @@ type Cell struct {
 	Change  *Spans  `json:"change,omitempty"`
 	Churn   []Churn `json:"churn,omitempty"`
 	Memory  *Memory `json:"memory,omitempty"`
-	Data    *Data   `json:"data,omitempty"`
-	// Bare is the same just before the proxy was started on this node, of connections to the endpoints themselves.
-	Bare  *Data  `json:"bare,omitempty"`
-	Giant *Giant `json:"giant,omitempty"`
+	Giant   *Giant  `json:"giant,omitempty"`
 }
 
 // Wait is how long something took, in seconds. Limit says that it was not done by then.
@@ -159,25 +162,6 @@ type Memory struct {
 	Peak     uint64 `json:"peak"`
 	// Kernel is what the kernel charged to the proxy's control group after the start.
 	Kernel uint64 `json:"kernel"`
-}
-
-// Data is what a client saw.
-type Data struct {
-	// First is the time from SYN to SYN-ACK, in microseconds: the median over Services spread over all.
-	First float64 `json:"first_us"`
-	// Slowest is the median of that Service of them whose median is highest.
-	Slowest float64 `json:"slowest_us"`
-	// Beside is the median of how much longer each took than one straight to an endpoint right after it; nil without a
-	// proxy, and if it was not measured.
-	Beside *float64 `json:"beside_us,omitempty"`
-	// Connections is how many were opened, answered and closed a second.
-	Connections float64 `json:"connections"`
-	// Gigabits is what an established connection carried a second.
-	Gigabits float64 `json:"gigabits"`
-	// ServiceFlow is the processor time of the first packet of a new flow to a Service, in microseconds; nil without a
-	// proxy. DirectFlow is that of one straight to an endpoint; nil if it was not measured.
-	ServiceFlow *float64 `json:"service_flow_us,omitempty"`
-	DirectFlow  *float64 `json:"direct_flow_us,omitempty"`
 }
 
 // Giant is what a Service costs with 300 externalIPs, 50 ports and 100 endpoints, in a proxy at rest: when it
@@ -225,6 +209,11 @@ func Read(rd io.Reader) (*Results, error) {
 			return nil, fmt.Errorf("read results: cells[%d]: size, proxy or repeat is missing", i)
 		case r.Find(c.Size, c.Proxy, c.Repeat) != c:
 			return nil, fmt.Errorf("read results: cells[%d]: %s, %s, repeat %d is there twice", i, c.Size, c.Proxy, c.Repeat)
+		}
+	}
+	for i, p := range r.Paths {
+		if p == nil || p.Repeat < 1 || r.FindPaths(p.Size, p.Repeat) != p {
+			return nil, fmt.Errorf("read results: paths[%d]: it is null, lacks a repeat, or is there twice", i)
 		}
 	}
 	return r, nil

@@ -147,21 +147,26 @@ func example() *Results {
 		},
 		Settings: Settings{
 			StartLimit: 300, Changes: 3, ChangesLimit: 60, Rates: []float64{100, 1000}, ChurnTime: 60, DrainLimit: 60,
-			DataTime: 3, GiantLimit: 60,
+			GiantLimit: 60, Rounds: 8, TurnTime: 0.2,
 		},
 		Versions: map[string]string{
 			"verdict-nftables":    "verdict v1",
 			"kube-proxy-nftables": "Kubernetes v1.36.3",
 			"kube-proxy-iptables": "Kubernetes v1.36.3",
+			"cilium":              "Cilium 1.20.2",
+		},
+		Reasons: map[string]map[string]string{
+			"cilium": {TitleGiant: "its map is full"},
 		},
 		LeftOut: map[string]string{"verdict-iptables": "left out: it has no --backend"},
 		Spent:   7500,
 	}
 	for repeat := range 3 {
 		for _, size := range []Size{{1000, 10}, {10000, 10}, {30000, 10}, {5000, 50}} {
-			for i, proxy := range []string{"kube-proxy-iptables", "verdict-nftables", "kube-proxy-nftables"} {
+			for i, proxy := range []string{"kube-proxy-iptables", "verdict-nftables", "kube-proxy-nftables", "cilium"} {
 				r.Cells = append(r.Cells, exampleCell(size, proxy, repeat+1, i))
 			}
+			r.Paths = append(r.Paths, examplePaths(size, repeat+1))
 		}
 	}
 	return r
@@ -176,14 +181,12 @@ func exampleCell(size Size, proxy string, repeat, i int) *Cell {
 		Took:   60,
 		Load:   0.25 * float64(i),
 	}
-	slow := map[string]float64{"verdict-nftables": 1, "kube-proxy-nftables": 40, "kube-proxy-iptables": 20}[proxy]
+	slow := map[string]float64{
+		"verdict-nftables": 1, "kube-proxy-nftables": 40, "kube-proxy-iptables": 20, "cilium": 3,
+	}[proxy]
 	n := float64(size.Services) / 1000 * slow * (1 + 0.1*float64(repeat))
-	service, direct, bare, beside := 5+n/50, 3+n/80, 2.5, n/10
-	c.Data = &Data{First: 20 + n/10, Slowest: 30 + n/7, Beside: &beside, Connections: 20000 - n, Gigabits: 20,
-		ServiceFlow: &service, DirectFlow: &direct}
-	c.Bare = &Data{First: 18, Slowest: 19 + float64(repeat), Connections: 21000, Gigabits: 21, DirectFlow: &bare}
 	if proxy == "kube-proxy-nftables" && size.Services == 30000 {
-		c.Start, c.Data = &Wait{Seconds: 300, Limit: true, Processor: 250}, nil
+		c.Start = &Wait{Seconds: 300, Limit: true, Processor: 250}
 		return c
 	}
 	c.Start = &Wait{Seconds: n / 20, Processor: n / 30}
@@ -207,7 +210,7 @@ func exampleCell(size Size, proxy string, repeat, i int) *Cell {
 			},
 		)
 	}
-	if size.Services == 1000 {
+	if size.Services == 1000 && proxy != "cilium" {
 		c.Giant = exampleGiant(n, repeat)
 	}
 	return c
@@ -302,7 +305,7 @@ func TestPlots(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	want := []string{"start", "restart", "change", "memory", "first-packet", "churn-100", "churn-1000"}
+	want := []string{"start", "restart", "change", "memory", "new-flow", "churn-100", "churn-1000"}
 	for i := range want {
 		want[i] = "bench-" + want[i] + ".svg"
 	}
@@ -315,7 +318,7 @@ func TestPlots(t *testing.T) {
 			t.Fatal(err)
 		}
 		s := structure(t, svg)
-		for _, proxy := range []string{"verdict-nftables", "kube-proxy-nftables", "kube-proxy-iptables"} {
+		for _, proxy := range []string{"verdict-nftables", "kube-proxy-nftables", "kube-proxy-iptables", "cilium"} {
 			if !strings.Contains(s, proxy) {
 				t.Errorf("%s does not name %s", name, proxy)
 			}

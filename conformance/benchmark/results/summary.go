@@ -5,7 +5,7 @@ import (
 	"slices"
 )
 
-// Baseline is the name under which nodes without a proxy are shown: all of them before their proxies were started.
+// Baseline is the name of a node without a proxy.
 const Baseline = "no-proxy"
 
 // Row is what all repeats of a proxy in one size say together.
@@ -22,17 +22,10 @@ type Row struct {
 	// Churn is by the rate.
 	Churn map[float64]ChurnRow
 	// Resident, Peak and Kernel are in bytes.
-	Resident, Peak, Kernel Spread
-	// First, Slowest and both flows are in microseconds, Connections a second, Gigabits a second.
-	First, Slowest, Connections, Gigabits Spread
-	ServiceFlow, DirectFlow               Spread
-	// FirstAbove is First less that of the same node just before, in microseconds, and FirstBeside what one took longer
-	// than one straight to an endpoint, made by turns with it. ServiceAbove and DirectAbove are the flows less DirectFlow
-	// then. OpenShare and CarriedShare are Connections and Gigabits divided by those.
-	FirstAbove, FirstBeside    Spread
-	ServiceAbove, DirectAbove  Spread
-	OpenShare, CarriedShare    Spread
+	Resident, Peak, Kernel     Spread
 	GiantCreated, GiantDeleted GiantRow
+	// Paths are what packets cost, by turns with those of others.
+	Paths map[Path]PathRow
 }
 
 // GiantRow is what all repeats say of the giant when it was created, or deleted.
@@ -55,11 +48,7 @@ func (r *Results) Row(size Size, proxy string) *Row {
 	row := &Row{Size: size, Proxy: proxy, Churn: map[float64]ChurnRow{}}
 	var cells []*Cell
 	for _, c := range r.Cells {
-		switch {
-		case c.Size != size:
-		case proxy == Baseline && c.Bare != nil:
-			cells = append(cells, &Cell{Data: c.Bare})
-		case c.Proxy == proxy:
+		if c.Size == size && c.Proxy == proxy {
 			cells = append(cells, c)
 			if c.Error != "" {
 				row.Errors = append(row.Errors, c.Error)
@@ -84,46 +73,10 @@ func (r *Results) Row(size Size, proxy string) *Row {
 	row.Resident = memory(func(m Memory) uint64 { return m.Resident })
 	row.Peak = memory(func(m Memory) uint64 { return m.Peak })
 	row.Kernel = memory(func(m Memory) uint64 { return m.Kernel })
-	row.data(cells)
+	row.Paths = r.paths(size, proxy)
 	row.GiantCreated = giantRow(cells, func(g Giant) GiantStep { return g.Created })
 	row.GiantDeleted = giantRow(cells, func(g Giant) GiantStep { return g.Deleted })
 	return row
-}
-
-// data sums up what clients saw.
-func (row *Row) data(cells []*Cell) {
-	seen := func(of func(Data) float64) Spread {
-		return spreadOf(gather(cells, func(c *Cell) (float64, bool) { return of(deref(c.Data)), c.Data != nil }), 0)
-	}
-	row.First = seen(func(d Data) float64 { return d.First })
-	row.Slowest = seen(func(d Data) float64 { return d.Slowest })
-	row.FirstBeside = spreadOf(gather(cells, func(c *Cell) (float64, bool) {
-		beside := deref(c.Data).Beside
-		return deref(beside), beside != nil
-	}), 0)
-	row.Connections = seen(func(d Data) float64 { return d.Connections })
-	row.Gigabits = seen(func(d Data) float64 { return d.Gigabits })
-	flow := func(of func(Data) *float64) (took, above Spread) {
-		took = spreadOf(gather(cells, func(c *Cell) (float64, bool) {
-			flow := of(deref(c.Data))
-			return deref(flow), flow != nil
-		}), 0)
-		above = spreadOf(gather(cells, func(c *Cell) (float64, bool) {
-			flow, bare := of(deref(c.Data)), deref(c.Bare).DirectFlow
-			return deref(flow) - deref(bare), flow != nil && bare != nil
-		}), 0)
-		return took, above
-	}
-	row.ServiceFlow, row.ServiceAbove = flow(func(d Data) *float64 { return d.ServiceFlow })
-	row.DirectFlow, row.DirectAbove = flow(func(d Data) *float64 { return d.DirectFlow })
-	beside := func(of func(with, without Data) float64) Spread {
-		return spreadOf(gather(cells, func(c *Cell) (float64, bool) {
-			return of(deref(c.Data), deref(c.Bare)), c.Data != nil && c.Bare != nil
-		}), 0)
-	}
-	row.FirstAbove = beside(func(with, without Data) float64 { return with.First - without.First })
-	row.OpenShare = beside(func(with, without Data) float64 { return with.Connections / without.Connections })
-	row.CarriedShare = beside(func(with, without Data) float64 { return with.Gigabits / without.Gigabits })
 }
 
 func giantRow(cells []*Cell, step func(Giant) GiantStep) (row GiantRow) {
@@ -206,12 +159,19 @@ func churnRow(cells []*Cell, rate float64) ChurnRow {
 // Sizes gives the sizes that were measured, by endpoints of a Service in the order they came first, then by Services.
 func (r *Results) Sizes() (sizes []Size) {
 	place := map[int]int{}
+	var all []Size
 	for _, c := range r.Cells {
-		if _, ok := place[c.Size.Endpoints]; !ok {
-			place[c.Size.Endpoints] = len(place)
+		all = append(all, c.Size)
+	}
+	for _, p := range r.Paths {
+		all = append(all, p.Size)
+	}
+	for _, size := range all {
+		if _, ok := place[size.Endpoints]; !ok {
+			place[size.Endpoints] = len(place)
 		}
-		if !slices.Contains(sizes, c.Size) {
-			sizes = append(sizes, c.Size)
+		if !slices.Contains(sizes, size) {
+			sizes = append(sizes, size)
 		}
 	}
 	slices.SortFunc(sizes, func(a, b Size) int {
@@ -227,14 +187,22 @@ func (r *Results) Proxies() (names []string) {
 			names = append(names, c.Proxy)
 		}
 	}
+	for _, p := range r.Paths {
+		for _, proxy := range append(sortedKeys(p.Turns), sortedKeys(p.Missing)...) {
+			if proxy != Baseline && proxy != Tracking && !slices.Contains(names, proxy) {
+				names = append(names, proxy)
+			}
+		}
+	}
 	slices.SortStableFunc(names, func(a, b string) int { return cmp.Compare(place(a), place(b)) })
 	return names
 }
 
 // known is the order in which proxies are shown.
 var known = []string{
-	"verdict-nftables", "kube-proxy-nftables", "kube-proxy-1.36-nftables", "verdict-iptables", "kube-proxy-iptables",
-	"kube-proxy-1.36-iptables", "verdict-iptables-nft", "kube-proxy-iptables-nft", "verdict-ipvs", "kube-proxy-ipvs",
+	"verdict-nftables", "kube-proxy-nftables", "kube-proxy-1.36-nftables", "cilium", "cilium-socket",
+	"verdict-iptables", "kube-proxy-iptables", "kube-proxy-1.36-iptables",
+	"verdict-iptables-nft", "kube-proxy-iptables-nft", "verdict-ipvs", "kube-proxy-ipvs",
 }
 
 func place(proxy string) int {

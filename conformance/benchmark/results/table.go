@@ -82,36 +82,29 @@ func behind(s float64) string {
 	return Milliseconds(s * 1000)
 }
 
-func growth(b float64) string             { return fmt.Sprintf("%+.0f MiB", math.Round(b/(1<<20))+0) }
-func above(us float64) string             { return fmt.Sprintf("%+.0f", us) }
-func aboveTenths(us float64) string       { return fmt.Sprintf("%+.1f", us) }
-func aboveMicroseconds(us float64) string { return fmt.Sprintf("%+.1f µs", us) }
-func percent(n float64) string            { return fmt.Sprintf("%.0f%%", n*100) }
-func mebibytes(b float64) string          { return fmt.Sprintf("%.0f MiB", b/(1<<20)) }
-func tenths(us float64) string            { return fmt.Sprintf("%.1f µs", us) }
-func microseconds(us float64) string      { return fmt.Sprintf("%.0f µs", us) }
-func thousands(n float64) string          { return fmt.Sprintf("%.1fk", n/1000) }
-func gigabits(n float64) string           { return fmt.Sprintf("%.1f", n) }
-func cores(n float64) string              { return fmt.Sprintf("%.2f", n) }
-func perSecond(n float64) string          { return fmt.Sprintf("%.0f", n) }
+func growth(b float64) string    { return fmt.Sprintf("%+.0f MiB", math.Round(b/(1<<20))+0) }
+func mebibytes(b float64) string { return fmt.Sprintf("%.0f MiB", b/(1<<20)) }
+func thousands(n float64) string { return fmt.Sprintf("%.1fk", n/1000) }
+func gigabits(n float64) string  { return fmt.Sprintf("%.1f", n) }
+func cores(n float64) string     { return fmt.Sprintf("%.2f", n) }
+func perSecond(n float64) string { return fmt.Sprintf("%.0f", n) }
 
 // table is one that is shown: what a proxy's row says in each size.
 type table struct {
 	title, about string
 	cell         func(*Row) string
-	baseline     bool // the node without a proxy is a column, too
 }
 
 // tables gives all of them, in their order.
 func (r *Results) tables() []table {
 	all := []table{
 		{"Start", "From the start of the process until every Service answers, median and range of the repeats.",
-			func(row *Row) string { return row.Start.text(Seconds) }, false},
+			func(row *Row) string { return row.Start.text(Seconds) }},
 		{"Restart, nothing changed",
 			"Stopped and started again, with all rules in the kernel, until the processes are at rest.",
-			func(row *Row) string { return row.Restart.text(Seconds) }, false},
+			func(row *Row) string { return row.Restart.text(Seconds) }},
 		{"Restart, one endpoint changed meanwhile", "Stopped and started again, until connections end at the new endpoint.",
-			func(row *Row) string { return row.Away.text(Seconds) }, false},
+			func(row *Row) string { return row.Away.text(Seconds) }},
 		{"Processor time of a start and a restart", "What the process and its children used until then, kernel mode " +
 			"included; of what hit its limit, until the limit. The restart is that without a change.",
 			func(row *Row) string {
@@ -119,22 +112,28 @@ func (r *Results) tables() []table {
 					return none
 				}
 				return row.StartCPU.short(Seconds) + " / " + row.RestartCPU.short(Seconds)
-			}, false},
+			}},
 		{"One endpoint changed", "From before the write to the API server until connections end at the new endpoint: " +
 			"median / 99th percentile, which of fewer than 100 is the longest. Nothing else changes.",
-			func(row *Row) string { return row.Change.text() }, false},
+			func(row *Row) string { return row.Change.text() }},
 	}
 	for _, rate := range r.Settings.Rates {
 		all = append(all, table{fmt.Sprintf("%v changes a second", rate),
 			"The same while endpoints of Services chosen by chance change at this rate: median / 99th percentile.",
-			func(row *Row) string { return row.Churn[rate].Quantiles.text() }, false},
+			func(row *Row) string { return row.Churn[rate].Quantiles.text() }},
 			table{fmt.Sprintf("%v changes a second: the load", rate),
 				"Processor cores that the proxy and its children used / how long after the last change the kernel had it / " +
 					"changes a second that the API server took / how long it took for one, a part of the times above.",
-				func(row *Row) string { return row.Churn[rate].load() }, false})
+				func(row *Row) string { return row.Churn[rate].load() }})
 	}
 	return slices.Concat(all, restTables, giantTables)
 }
+
+// The titles of tables that not every proxy has figures in; see Results.Reasons.
+const (
+	TitleGiant        = "A giant Service"
+	TitleGiantDeleted = "A giant Service deleted"
+)
 
 // restTables are of a proxy at rest.
 var restTables = []table{
@@ -145,42 +144,18 @@ var restTables = []table{
 				return none
 			}
 			return row.Resident.short(mebibytes) + " / " + row.Peak.short(mebibytes) + " / " + row.Kernel.short(mebibytes)
-		}, false},
-	{"First packet", "From SYN to SYN-ACK of new connections to Services spread over all: median / how much one " +
-		"takes longer than one straight to an endpoint, made by turns with it / median of the slowest Service. In " +
-		"brackets, how much the median is above that of the same node before the proxy was started.",
-		func(row *Row) string {
-			if row.First.N == 0 {
-				return none
-			}
-			return beside(row.First.short(microseconds), row.FirstAbove, row.FirstAbove.short(above)) + " / " +
-				row.FirstBeside.short(aboveMicroseconds) + " / " + row.Slowest.short(microseconds)
-		}, true},
-	{"New flow", "Processor time of the first packet of a connection that the node itself opens: to a " +
-		"Service / straight to an endpoint. In brackets, how much that is above one straight to an endpoint on the " +
-		"same node before the proxy was started.",
-		(*Row).flows, true},
-	{"Connections", "New connections a second, by four clients on this machine, each answered by a byte of " +
-		"the server / Gbit/s of one established connection. In brackets, the share of what it was on the same node " +
-		"before the proxy was started.",
-		func(row *Row) string {
-			if row.Connections.N == 0 {
-				return none
-			}
-			return beside(row.Connections.short(thousands), row.OpenShare, row.OpenShare.short(percent)) + " / " +
-				beside(row.Gigabits.short(gigabits), row.CarriedShare, row.CarriedShare.short(percent))
-		}, true},
+		}},
 }
 
 var giantTables = []table{
-	{"A giant Service", "One with 300 externalIPs, 50 ports and 100 endpoints, from before it is written until the " +
+	{TitleGiant, "One with 300 externalIPs, 50 ports and 100 endpoints, from before it is written until the " +
 		"last of 64 frontends answers / the longest change of one endpoint of another Service " +
 		"meanwhile / processor time of the proxy until then / growth of its resident memory, at the peak / at rest / " +
 		"growth of what the kernel charged to it.",
-		func(row *Row) string { return row.GiantCreated.text() }, false},
-	{"A giant Service deleted", "The same from before it is deleted until the last of 64 frontends answers no more. " +
+		func(row *Row) string { return row.GiantCreated.text() }},
+	{TitleGiantDeleted, "The same from before it is deleted until the last of 64 frontends answers no more. " +
 		"Growth is still that since before it was written.",
-		func(row *Row) string { return row.GiantDeleted.text() }, false},
+		func(row *Row) string { return row.GiantDeleted.text() }},
 }
 
 func (g GiantRow) text() string {
@@ -191,26 +166,6 @@ func (g GiantRow) text() string {
 		g.Wait.text(Seconds), g.Longest.text(Milliseconds), g.Processor.short(Seconds),
 		g.Peak.short(growth), g.Resident.short(growth), g.Kernel.short(growth),
 	}, " / ")
-}
-
-// flows prints what new flows cost.
-func (row *Row) flows() string {
-	if row.DirectFlow.N == 0 {
-		return none
-	}
-	direct := beside(row.DirectFlow.short(tenths), row.DirectAbove, row.DirectAbove.short(aboveTenths))
-	if row.ServiceFlow.N == 0 {
-		return none + " / " + direct
-	}
-	return beside(row.ServiceFlow.short(tenths), row.ServiceAbove, row.ServiceAbove.short(aboveTenths)) + " / " + direct
-}
-
-// beside adds in brackets how a figure compares with that of a node without a proxy, if that was measured.
-func beside(text string, compared Spread, comparison string) string {
-	if compared.N == 0 {
-		return text
-	}
-	return text + " (" + comparison + ")"
 }
 
 // text prints the median and the 99th percentile.
@@ -233,22 +188,17 @@ func (c ChurnRow) load() string {
 // WriteTables writes all tables in Markdown.
 func (r *Results) WriteTables(w io.Writer) error {
 	var b strings.Builder
-	for _, t := range r.tables() {
-		fmt.Fprintf(&b, "### %s\n\n%s\n\n", t.title, wrap(t.about))
-		r.writeTable(&b, t, r.Sizes(), r.columns(t.baseline))
-		b.WriteByte('\n')
+	if len(r.Cells) > 0 {
+		for _, t := range r.tables() {
+			fmt.Fprintf(&b, "### %s\n\n%s\n\n", t.title, wrap(t.about))
+			r.writeTable(&b, t, r.Sizes(), r.Proxies())
+			b.WriteByte('\n')
+		}
 	}
+	r.writePaths(&b)
 	r.writeNotes(&b)
 	_, err := io.WriteString(w, b.String())
 	return err
-}
-
-func (r *Results) columns(baseline bool) []string {
-	names := r.Proxies()
-	if baseline {
-		names = append([]string{Baseline}, names...)
-	}
-	return names
 }
 
 func (r *Results) writeTable(b *strings.Builder, t table, sizes []Size, proxies []string) {
@@ -292,6 +242,10 @@ func (r *Results) writeNotes(b *strings.Builder) {
 		"%v s for single changes, and %v s after %v s of churn for what was behind.",
 		where, m.CPU, m.Cores, float64(m.Memory)/(1<<30), m.Kernel, duration(r.Spent), repeats, low, high,
 		s.StartLimit, s.ChangesLimit, s.DrainLimit, s.ChurnTime)
+	if len(r.Paths) > 0 {
+		text += fmt.Sprintf(" Where packets are measured, each node has %d turns in a repeat, with %v s of connections and "+
+			"%v s of bytes.", s.Rounds, s.TurnTime, s.TurnTime)
+	}
 	if s.GiantLimit > 0 {
 		text += fmt.Sprintf(" The giant Service has %v s to come, and to go.", s.GiantLimit)
 	}
@@ -302,15 +256,33 @@ func (r *Results) writeNotes(b *strings.Builder) {
 	item := func(format string, args ...any) {
 		fmt.Fprintf(b, "%s\n", strings.ReplaceAll(wrap("- "+fmt.Sprintf(format, args...)), "\n", "\n  "))
 	}
-	for _, name := range r.columns(false) {
+	for _, name := range r.Proxies() {
 		item("%s: %s", name, r.Versions[name])
 	}
 	for _, name := range sortedKeys(r.LeftOut) {
 		item("%s: %s", name, r.LeftOut[name])
 	}
+	for _, name := range r.Proxies() {
+		for _, title := range sortedKeys(r.Reasons[name]) {
+			item("%s has no figures in \"%s\": %s", name, title, r.Reasons[name][title])
+		}
+	}
 	for _, c := range r.Cells {
 		if c.Error != "" {
 			item("%s, %s, repeat %d failed: %s", c.Size, c.Proxy, c.Repeat, Shortened(c.Error))
+		}
+	}
+	r.notePaths(item)
+}
+
+// notePaths says who took no part in turns.
+func (r *Results) notePaths(item func(format string, args ...any)) {
+	for _, p := range r.Paths {
+		for _, name := range sortedKeys(p.Missing) {
+			item("%s, repeat %d, by turns, without %s: %s", p.Size, p.Repeat, name, Shortened(p.Missing[name]))
+		}
+		if p.Error != "" {
+			item("%s, repeat %d, by turns, failed: %s", p.Size, p.Repeat, Shortened(p.Error))
 		}
 	}
 }
@@ -350,7 +322,7 @@ func Shortened(text string) string {
 	return lines[0] + " " + strings.TrimSpace(lines[last])
 }
 
-func sortedKeys(m map[string]string) (keys []string) {
+func sortedKeys[V any](m map[string]V) (keys []string) {
 	for k := range m {
 		keys = append(keys, k)
 	}
@@ -372,16 +344,21 @@ func (r *Results) span() (repeats string, low, high float64) {
 			times[k] = max(times[k], c.Repeat)
 		}
 	}
-	least, most := math.MaxInt, 0
-	for _, n := range times {
-		least, most = min(least, n), max(most, n)
-	}
 	low = math.Inf(1)
 	for _, c := range r.Cells {
 		low, high = min(low, c.Load), max(high, c.Load)
 	}
+	for _, p := range r.Paths {
+		low, high = min(low, p.Load), max(high, p.Load)
+		k := measured{p.Size, ""}
+		times[k] = max(times[k], p.Repeat)
+	}
+	least, most := math.MaxInt, 0
+	for _, n := range times {
+		least, most = min(least, n), max(most, n)
+	}
 	switch {
-	case len(r.Cells) == 0:
+	case len(r.Cells)+len(r.Paths) == 0:
 		return "none", 0, 0
 	case least >= most:
 		return fmt.Sprint(max(most, 1)), low, high

@@ -26,7 +26,15 @@ type Bed struct {
 	// Outage is how long the API server is gone in the story about that.
 	Outage time.Duration
 
-	client *kubernetes.Clientset
+	// Reports is the directory for the records of the cluster, the logs of its containers, and the records of failures
+	// that nothing explains.
+	Reports string
+
+	client  *kubernetes.Clientset
+	watch   *watch
+	changes *record
+	// served is when the API server came back last; zero if it was not away.
+	served time.Time
 	// away is the node whose clients do not count, since it does not run; nil if there is none.
 	away *cluster.Node
 }
@@ -41,6 +49,13 @@ const (
 func (b *Bed) Prepare(ctx context.Context) error {
 	var err error
 	if b.client, err = b.Client(); err != nil {
+		return err
+	}
+	var logs []string
+	for _, n := range b.Nodes {
+		logs = append(logs, n.PodLogs())
+	}
+	if b.changes, err = startRecord(b.client, b.Reports, logs); err != nil {
 		return err
 	}
 	for _, n := range b.Nodes {
@@ -73,12 +88,19 @@ func (b *Bed) Prepare(ctx context.Context) error {
 	case <-ctx.Done():
 	case <-time.After(settle):
 	}
-	return ctx.Err()
+	b.watch, err = b.record(ctx)
+	return errors.Join(err, ctx.Err())
 }
 
-// Close ends the clients that are on no node.
+// Close ends the clients that are on no node, and the recorder.
 func (b *Bed) Close() error {
 	var errs []error
+	if b.changes != nil {
+		errs = append(errs, b.changes.close())
+	}
+	if b.watch != nil {
+		errs = append(errs, b.watch.close())
+	}
 	for _, n := range b.Nodes {
 		errs = append(errs, b.StopOutside(outsideClient(n)))
 	}
@@ -177,7 +199,7 @@ func fetch(client *http.Client, address string, r *cluster.Report) error {
 		return err
 	}
 	if r.Connections == 0 {
-		return fmt.Errorf("no connection yet, %d failed: %v", r.Failed, r.Errors)
+		return fmt.Errorf("no connection yet, %d failed: %v", r.Failed, r.Failures[max(0, len(r.Failures)-1):])
 	}
 	return nil
 }
@@ -190,10 +212,15 @@ func (b *Bed) clients(ctx context.Context) (map[string]string, error) {
 			at["outside "+n.Name] = fmt.Sprintf("127.0.0.1:%d", b.outsidePort(n))
 		}
 	}
-	for app, port := range map[string]int{"client": podClientPort, "client-node": nodeClientPort} {
+	return at, b.clientPods(ctx, at, map[string]int{"client": podClientPort, "client-node": nodeClientPort})
+}
+
+// clientPods adds where clients report that are pods, by the app that they are of.
+func (b *Bed) clientPods(ctx context.Context, at map[string]string, ports map[string]int) error {
+	for app, port := range ports {
 		pods, err := b.client.CoreV1().Pods("default").List(ctx, metav1.ListOptions{LabelSelector: "app=" + app})
 		if err != nil {
-			return nil, err
+			return err
 		}
 		for _, p := range pods.Items {
 			if p.Status.Phase == corev1.PodRunning && (b.away == nil || p.Spec.NodeName != b.away.Name) {
@@ -201,7 +228,7 @@ func (b *Bed) clients(ctx context.Context) (map[string]string, error) {
 			}
 		}
 	}
-	return at, nil
+	return nil
 }
 
 // traffic is servers on every node, behind a Service of both families, and two clients on each node. A server that is

@@ -45,6 +45,10 @@ func outOfMemory(ctx context.Context, b *Bed) error {
 
 // helm deletes what kustomize has applied, installs the chart, and the other way round.
 func helm(ctx context.Context, b *Bed) error {
+	// helm is built the first time, which must not happen while there is no proxy.
+	if _, err := b.Helm(ctx, "version"); err != nil {
+		return err
+	}
 	if err := b.DeleteOverlay(ctx); err != nil {
 		return err
 	}

@@ -139,11 +139,11 @@ func (b *Bed) rollOnce(ctx context.Context, h hook, version string) error {
 	for name, r := range after {
 		sum.add(name, before[name], r)
 	}
-	failures := slices.DeleteFunc(sum.Errors, func(e string) bool { return strings.Contains(e, ": held: ") })
+	failures := sum.opened()
 	b.Log("rolling update, %s: %v until the last old pod was gone, %d connections, %d failed %q", h.name,
 		took.Round(100*time.Millisecond), sum.Connections, sum.Failed, failures)
 	if h.safe && sum.Failed > 0 {
-		return fmt.Errorf("%d of %d connections failed: %s", sum.Failed, sum.Connections, strings.Join(failures, "; "))
+		return fmt.Errorf("%d of %d connections failed: %q", sum.Failed, sum.Connections, failures)
 	}
 	now, err := answers(ctx)
 	if err == nil && h.barrier && now < answered+rollingServers {

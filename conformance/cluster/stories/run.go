@@ -3,6 +3,7 @@ package stories
 import (
 	"context"
 	"fmt"
+	"slices"
 	"strings"
 	"sync"
 	"time"
@@ -27,10 +28,17 @@ type Row struct {
 	Name string
 	// Report is the sum of all clients' reports.
 	cluster.Report
+	// OfCluster is how many of those that failed did so while no endpoint was ready by the EndpointSlices: failures of
+	// the cluster, and not of the proxy. WithoutEndpoints says when that was.
+	OfCluster        int
+	WithoutEndpoints []string
 	// Took is how long the story lasted.
 	Took time.Duration
 	// Unowned is the longest time in which tables of a node had no owner.
 	Unowned time.Duration
+	// Causes are how many connections failed for which cause, and Explained why the first of each failed.
+	Causes    map[string]int
+	Explained []string
 	// Err says why the story could not be told to its end.
 	Err error
 }
@@ -41,13 +49,20 @@ const settle = 6 * time.Second
 // Run tells a story and counts what clients see meanwhile.
 func (b *Bed) Run(ctx context.Context, s Story) Row {
 	row := Row{Name: s.Name}
+	if row.Err = b.settled(ctx); row.Err != nil {
+		row.Err = fmt.Errorf("the cluster did not settle before: %w", row.Err)
+		return row
+	}
 	before, err := b.reports(ctx)
 	if err != nil {
 		row.Err = err
 		return row
 	}
+	b.changes.note("begin: %s", s.Name)
 	stop := make(chan struct{})
 	unowned := b.watchOwners(stop)
+	b.watch.explain() // what failed before is no part of this story
+	b.watch.box.Note("story: %s", s.Name)
 	start := time.Now()
 	row.Err = s.Do(ctx, b)
 	row.Took = time.Since(start)
@@ -64,8 +79,39 @@ func (b *Bed) Run(ctx context.Context, s Story) Row {
 	for name, r := range after {
 		row.add(name, before[name], r)
 	}
+	row.Causes, row.Explained = b.watch.explain()
 	b.away = nil
+	row.judge(b.changes, start)
 	return row
+}
+
+// judge tells the cluster's failures from others, and writes all to the record.
+func (r *Row) judge(rec *record, since time.Time) {
+	without := rec.withoutEndpoints(since)
+	r.OfCluster = r.ofCluster(without)
+	for _, s := range without {
+		text := "from " + s.from.Format("15:04:05.000")
+		if !s.to.IsZero() {
+			text += " to " + s.to.Format("15:04:05.000")
+		}
+		r.WithoutEndpoints = append(r.WithoutEndpoints, text)
+	}
+	for i := range r.Failures {
+		rec.note("%v", &r.Failures[i])
+	}
+	rec.note("end: %s: %d connections, %d failed, %d of them without a ready endpoint, %d broke, %v", r.Name,
+		r.Connections, r.Failed, r.OfCluster, r.Broken, r.Err)
+}
+
+// ofCluster counts the connections that failed within one of the times.
+func (r *Row) ofCluster(without []span) (n int) {
+	for i := range r.Failures {
+		f := &r.Failures[i]
+		if !f.Held && slices.ContainsFunc(without, func(s span) bool { return s.has(f.Failed) }) {
+			n++
+		}
+	}
+	return n
 }
 
 func (r *Row) add(name string, before, after cluster.Report) {
@@ -76,9 +122,20 @@ func (r *Row) add(name string, before, after cluster.Report) {
 	r.Connections += after.Connections - before.Connections
 	r.Failed += after.Failed - before.Failed
 	r.Broken += after.Broken - before.Broken
-	for _, e := range after.Errors[max(0, len(after.Errors)-(after.Noted-before.Noted)):] {
-		r.Errors = append(r.Errors, name+": "+e)
+	for _, f := range after.Failures[max(0, len(after.Failures)-(after.Noted-before.Noted)):] {
+		f.From = name
+		r.Failures = append(r.Failures, f)
 	}
+}
+
+// opened lists the failures of connections that were opened, without those that were held.
+func (r *Row) opened() (all []string) {
+	for _, f := range r.Failures {
+		if !f.Held {
+			all = append(all, f.String())
+		}
+	}
+	return all
 }
 
 // watchOwners watches all nodes but the one that is away; the function it returns waits and returns the longest time.
@@ -106,15 +163,16 @@ func (b *Bed) watchOwners(stop <-chan struct{}) func() time.Duration {
 // Table prints rows as Markdown.
 func Table(rows []Row) string {
 	var b strings.Builder
-	b.WriteString("| event | took | connections | failed | held connections that broke | tables without an owner |\n")
-	b.WriteString("|---|---|---|---|---|---|\n")
+	b.WriteString("| event | took | connections | failed | without a ready endpoint | held connections that broke | " +
+		"causes | tables without an owner |\n")
+	b.WriteString("|---|---|---|---|---|---|---|\n")
 	for _, r := range rows {
 		owner := "-"
 		if r.Unowned > 0 {
 			owner = fmt.Sprintf("%.2f s", r.Unowned.Seconds())
 		}
-		fmt.Fprintf(&b, "| %s | %.0f s | %d | %d | %d | %s |\n", r.Name, r.Took.Seconds(), r.Connections, r.Failed,
-			r.Broken, owner)
+		fmt.Fprintf(&b, "| %s | %.0f s | %d | %d | %d | %d | %s | %s |\n", r.Name, r.Took.Seconds(), r.Connections,
+			r.Failed, r.OfCluster, r.Broken, causeWords(r.Causes), owner)
 		if r.Err != nil {
 			fmt.Fprintf(&b, "\n%s was not told to its end: %v\n\n", r.Name, r.Err)
 		}

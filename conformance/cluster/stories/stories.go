@@ -301,6 +301,7 @@ func serverGone(ctx context.Context, b *Bed) error {
 	if err := b.StartServer(ctx); err != nil {
 		return err
 	}
+	b.served = time.Now()
 	return b.rolledOut(ctx, system, "daemonset/verdict")
 }
 

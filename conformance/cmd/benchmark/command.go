@@ -39,6 +39,7 @@ type options struct {
 	programs map[string]string
 	cells    bool
 	giant    bool
+	paths    bool
 
 	settings results.Settings
 }
@@ -48,13 +49,11 @@ var (
 	fullSettings = results.Settings{
 		// Three repeats make it 36 changes and 45 s of each rate.
 		Method: results.Method, StartLimit: 300, Changes: 12, ChangesLimit: 60, Rates: []float64{100, 1000}, ChurnTime: 15,
-		DrainLimit: 60, DataTime: 3,
-		GiantLimit: 60,
+		DrainLimit: 60, GiantLimit: 60, Rounds: 8, TurnTime: 0.2,
 	}
 	quickSettings = results.Settings{
 		Method: results.Method, StartLimit: 30, Changes: 5, ChangesLimit: 15, Rates: []float64{100, 1000}, ChurnTime: 5,
-		DrainLimit: 10, DataTime: 1,
-		GiantLimit: 30,
+		DrainLimit: 10, GiantLimit: 30, Rounds: 8, TurnTime: 0.1,
 	}
 	fullSizes  = []string{"1000x10", "5000x10", "10000x10", "30000x10", "5000x50", "45000x1", "100000x10"}
 	quickSizes = []string{"1000x10", "5000x10"}
@@ -87,6 +86,7 @@ budget. Benchmark needs root, nft and iptables, changes nothing on the machine, 
 behind.`,
 		Example: `  benchmark --quick
   benchmark --size 10000x10 --proxy verdict-nftables --proxy kube-proxy-nftables --repeat 1
+  benchmark --paths --size 10000x10
   benchmark --guest 6.12 --size 1000x10`,
 		Args: cobra.NoArgs, SilenceUsage: true, SilenceErrors: true,
 		RunE: func(cmd *cobra.Command, _ []string) error { return o.main(cmd.Context(), cmd.OutOrStdout()) },
@@ -114,6 +114,7 @@ func (o *options) addFlags(cmd *cobra.Command) {
 		"docs/images and README.md")
 	f.BoolVar(&o.giant, "giant", false, "leave out changes: what is measured last, a giant Service in 1,000 at most, "+
 		"comes soon")
+	f.BoolVar(&o.paths, "paths", false, "measure only what packets cost, by turns on nodes beside each other")
 	f.BoolVar(&o.keep, "keep", false, "keep logs and configuration of proxies and control plane, and say where")
 	f.StringVar(&o.guest, "guest", "", "measure in a guest with this kernel, which has IPVS: 6.1, 6.12, ...; slow, so "+
 		"its figures compare only with each other")
@@ -208,13 +209,14 @@ func (o *options) results() (*results.Results, error) {
 			"leaves it alone", o.file("results.json"))
 	case !o.render: // what failed is tried again
 		r.Cells = slices.DeleteFunc(r.Cells, func(c *results.Cell) bool { return c.Error != "" })
+		r.Paths = slices.DeleteFunc(r.Paths, func(p *results.Paths) bool { return p.Error != "" })
 	}
 	return r, nil
 }
 
 // inside runs with a directory for all files, until the end or a signal. Unless they are to be kept, it is in memory.
 func (o *options) inside(ctx context.Context, found *results.Results) error {
-	plan := &benchmark.Plan{Repeats: o.repeat, Budget: o.budget, Results: found, Keep: o.keep}
+	plan := &benchmark.Plan{Repeats: o.repeat, Budget: o.budget, Results: found, Keep: o.keep, OnlyPaths: o.paths}
 	for _, text := range o.sizes {
 		size, err := results.ParseSize(text)
 		if err != nil {
@@ -255,6 +257,8 @@ func (o *options) kinds(ctx context.Context, plan *benchmark.Plan) error {
 	r := plan.Results
 	versions := map[string]string{}
 	r.LeftOut = map[string]string{}
+	reasons := map[string]map[string]string{} // results of an earlier run keep theirs
+	maps.Copy(reasons, r.Reasons)
 	for _, name := range o.proxies {
 		k, err := benchmark.FindKind(name)
 		if err != nil {
@@ -275,6 +279,9 @@ func (o *options) kinds(ctx context.Context, plan *benchmark.Plan) error {
 				o.file("results.json"), name, old, versions[name])
 		}
 		plan.Kinds = append(plan.Kinds, k)
+		if k.Reasons() != nil {
+			reasons[name] = k.Reasons()
+		}
 	}
 	if len(plan.Kinds) == 0 {
 		return errors.New("no proxy is left")
@@ -283,8 +290,11 @@ func (o *options) kinds(ctx context.Context, plan *benchmark.Plan) error {
 		r.Versions = map[string]string{}
 	}
 	maps.Copy(r.Versions, versions)
+	if len(reasons) > 0 {
+		r.Reasons = reasons
+	}
 	here, err := benchmark.ThisMachine()
-	if err == nil && len(r.Cells) > 0 && !reflect.DeepEqual(r.Machine, here) {
+	if err == nil && len(r.Cells)+len(r.Paths) > 0 && !reflect.DeepEqual(r.Machine, here) {
 		return fmt.Errorf("%s holds results of another machine, %+v; --fresh begins anew, --out leaves it alone",
 			o.file("results.json"), r.Machine)
 	}
@@ -315,7 +325,7 @@ func (o *options) measure(ctx context.Context, plan *benchmark.Plan) error {
 
 // show writes tables and pictures, and prints the tables.
 func (o *options) show(out io.Writer, r *results.Results) error {
-	if len(r.Cells) == 0 {
+	if len(r.Cells)+len(r.Paths) == 0 {
 		return nil
 	}
 	var tables strings.Builder

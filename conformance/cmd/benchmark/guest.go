@@ -117,7 +117,7 @@ func (o *options) inGuest(ctx context.Context, found *results.Results) (err erro
 	found.Cells = nil
 	cmd := exec.CommandContext(
 		ctx,
-		filepath.Join(o.source, "internal", "guest", "run"),
+		filepath.Join(o.source, "internal", "lab", "guest", "run"),
 		append(append(args, self), o.flagsInGuest(programs)...)...)
 	cmd.Stderr = os.Stderr
 	out, err := cmd.StdoutPipe()
@@ -133,6 +133,7 @@ func (o *options) inGuest(ctx context.Context, found *results.Results) (err erro
 // flagsInGuest are the flags of this program in the guest.
 func (o *options) flagsInGuest(programs benchmark.Programs) []string {
 	flags := []string{"--cells", "--fresh", fmt.Sprintf("--quick=%v", o.quick), fmt.Sprintf("--giant=%v", o.giant),
+		fmt.Sprintf("--paths=%v", o.paths),
 		"--budget=" + o.budget.String(), fmt.Sprintf("--repeat=%d", o.repeat)}
 	for name, path := range programs {
 		flags = append(flags, "--program="+name+"="+path)

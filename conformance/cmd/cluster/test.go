@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"os"
 	"regexp"
+	"strings"
 	"time"
 
 	"github.com/spf13/cobra"
@@ -13,12 +14,13 @@ import (
 	"github.com/verdict-proxy/verdict/conformance/cluster"
 	"github.com/verdict-proxy/verdict/conformance/cluster/stories"
 	"github.com/verdict-proxy/verdict/conformance/testbed"
+	"github.com/verdict-proxy/verdict/internal/lab/blackbox"
 )
 
 // testOptions are the flags of "cluster test".
 type testOptions struct {
-	run, old string
-	outage   time.Duration
+	run, old, reports string
+	outage            time.Duration
 }
 
 func newTest(open opener) *cobra.Command {
@@ -35,6 +37,8 @@ func newTest(open opener) *cobra.Command {
 		}}
 	cmd.Flags().StringVar(&o.run, "run", "", "tell only stories whose names match this regular expression")
 	cmd.Flags().StringVar(&o.old, "old", testbed.OldCommit, "the commit of the older version")
+	cmd.Flags().StringVar(&o.reports, "report", "", "the directory for records of Nodes, EndpointSlices and "+
+		"pods, their logs, and failures without a known cause; by default records/TIME of the cluster's files")
 	cmd.Flags().DurationVar(&o.outage, "outage", 5*time.Minute, "how long the API server is gone")
 	return cmd
 }
@@ -47,7 +51,11 @@ func (o *testOptions) tell(ctx context.Context, c *cluster.Cluster) (rows []stor
 	if err != nil {
 		return nil, fmt.Errorf("--run: %w", err)
 	}
-	bed := &stories.Bed{Cluster: c, OldImage: oldImage, Outage: o.outage}
+	bed := &stories.Bed{Cluster: c, OldImage: oldImage, Outage: o.outage, Reports: o.reports}
+	if bed.Reports == "" {
+		bed.Reports = c.Records(time.Now())
+	}
+	c.Log("records are in %s", bed.Reports)
 	if err := bed.Prepare(ctx); err != nil {
 		return nil, errors.Join(err, bed.Close())
 	}
@@ -64,13 +72,26 @@ func (o *testOptions) tell(ctx context.Context, c *cluster.Cluster) (rows []stor
 		c.Log("%s", s.Name)
 		row := bed.Run(ctx, s)
 		rows = append(rows, row)
-		c.Log("%d connections, %d failed, %d held ones broke, %s without owner, %v %q", row.Connections, row.Failed,
-			row.Broken, row.Unowned.Round(time.Millisecond), row.Err, row.Errors)
+		c.Log("%d connections, %d failed, %d held ones broke, %s without owner, %v\n%s", row.Connections, row.Failed,
+			row.Broken, row.Unowned.Round(time.Millisecond), row.Err, strings.Join(row.Explained, "\n"))
 		if row.Err != nil || row.Failed > 0 && !s.Refused {
-			err = errors.Join(err, fmt.Errorf("%s: %d connections failed", s.Name, row.Failed), row.Err)
+			err = errors.Join(err, failure(&row))
+		}
+		if n := row.Causes[blackbox.Unexplained]; n > 0 {
+			err = errors.Join(err, fmt.Errorf("%s: %d failures are unexplained: see %s", s.Name, n, bed.Reports))
 		}
 	}
 	return rows, err
+}
+
+// failure says whose a story's failure is.
+func failure(row *stories.Row) error {
+	err := fmt.Errorf("%s: %d connections failed", row.Name, row.Failed)
+	if row.OfCluster > 0 {
+		err = fmt.Errorf("%w, %d of them since the cluster had no ready endpoint %q", err, row.OfCluster,
+			row.WithoutEndpoints)
+	}
+	return errors.Join(err, row.Err)
 }
 
 // loadOld builds the image of the older version from the repository's history.

@@ -6,10 +6,15 @@ import (
 	"fmt"
 	"net"
 	"net/http"
+	"net/netip"
 	"sync"
+	"syscall"
 	"time"
 
+	"golang.org/x/sys/unix"
+
 	"github.com/verdict-proxy/verdict/conformance/cluster"
+	"github.com/verdict-proxy/verdict/internal/lab/blackbox"
 )
 
 const (
@@ -20,7 +25,7 @@ const (
 	// held is how many connections to a target are held; each is used once in a holdInterval.
 	held         = 3
 	holdInterval = 100 * time.Millisecond
-	errorsKept   = 500
+	failuresKept = 500
 )
 
 // counters gathers the report of all targets.
@@ -29,30 +34,46 @@ type counters struct {
 	r  cluster.Report
 }
 
-// opened counts one connection. With none to compare, err is nil.
-func (c *counters) opened(target string, err error) {
+// opened counts one connection that was answered.
+func (c *counters) opened() {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	if err != nil {
-		c.r.Failed++
-		c.keep(target, err)
-		return
-	}
 	c.r.Connections++
 }
 
-func (c *counters) broken(target string, err error) {
+// failed counts a connection that was not answered, or one that was held and broke.
+func (c *counters) failed(f blackbox.Failure, err error) {
+	f.Failed, f.Err = time.Now(), err.Error()
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	c.r.Broken++
-	c.keep(target, fmt.Errorf("held: %w", err))
+	if f.Held {
+		c.r.Broken++
+	} else {
+		c.r.Failed++
+	}
+	if c.r.Noted++; len(c.r.Failures) == failuresKept {
+		c.r.Failures = c.r.Failures[1:]
+	}
+	c.r.Failures = append(c.r.Failures, f)
 }
 
-func (c *counters) keep(target string, err error) {
-	if c.r.Noted++; len(c.r.Errors) == errorsKept {
-		c.r.Errors = c.r.Errors[1:]
+// dial connects, and says where from and where to, whether it succeeds or not.
+func dial(target string) (conn net.Conn, f blackbox.Failure, err error) {
+	f = blackbox.Failure{From: target, Began: time.Now()}
+	socket := -1
+	d := net.Dialer{Timeout: limit, Control: func(_, address string, c syscall.RawConn) error {
+		f.Server, _ = netip.ParseAddrPort(address)
+		return c.Control(func(fd uintptr) { socket, _ = unix.FcntlInt(fd, unix.F_DUPFD_CLOEXEC, 0) })
+	}}
+	conn, err = d.Dial("tcp", target)
+	switch a, _ := unix.Getsockname(socket); a := a.(type) {
+	case *unix.SockaddrInet4:
+		f.Client = netip.AddrPortFrom(netip.AddrFrom4(a.Addr), uint16(a.Port))
+	case *unix.SockaddrInet6:
+		f.Client = netip.AddrPortFrom(netip.AddrFrom16(a.Addr).Unmap(), uint16(a.Port))
 	}
-	c.r.Errors = append(c.r.Errors, fmt.Sprintf("%s %s: %v", time.Now().Format("15:04:05.000"), target, err))
+	_ = unix.Close(socket)
+	return conn, f, err
 }
 
 func connect(address string, targets []string) error {
@@ -75,16 +96,19 @@ func connect(address string, targets []string) error {
 func (c *counters) openAlways(target string) {
 	for range time.Tick(interval) {
 		go func() {
-			begin := time.Now()
-			conn, err := net.DialTimeout("tcp", target, limit)
+			conn, f, err := dial(target)
 			if err == nil {
-				connected := time.Since(begin)
+				connected := time.Since(f.Began)
 				if err = ask(conn); err != nil {
-					err = fmt.Errorf("connected after %v, failed after %v: %w", connected, time.Since(begin), err)
+					err = fmt.Errorf("connected after %v, failed after %v: %w", connected, time.Since(f.Began), err)
 				}
-				conn.Close()
+				defer conn.Close()
 			}
-			c.opened(target, err)
+			if err != nil {
+				c.failed(f, err)
+				return
+			}
+			c.opened()
 		}()
 	}
 }
@@ -92,7 +116,7 @@ func (c *counters) openAlways(target string) {
 // hold keeps one connection, and opens another when it breaks.
 func (c *counters) hold(target string) {
 	for ; ; time.Sleep(holdInterval) {
-		conn, err := net.DialTimeout("tcp", target, limit)
+		conn, f, err := dial(target)
 		if err != nil {
 			continue // openAlways counts it
 		}
@@ -101,7 +125,8 @@ func (c *counters) hold(target string) {
 			err = ask(conn)
 		}
 		conn.Close()
-		c.broken(target, err)
+		f.Held = true
+		c.failed(f, err)
 	}
 }
 

@@ -185,7 +185,8 @@ func (h *hub) authenticate(ctx context.Context, conn *tls.Conn, s *stream, host 
 	if seconds <= 0 {
 		return until, errors.New("the token has expired")
 	}
-	return until, s.Send(everywhere.FromCollector{Welcome: &everywhere.Welcome{Seconds: seconds}}, sendPatience)
+	welcome := &everywhere.Welcome{Seconds: seconds, Beat: everywhere.Beat.Milliseconds()}
+	return until, s.Send(everywhere.FromCollector{Welcome: welcome}, sendPatience)
 }
 
 // run serves a node until its connection ends, or its token expires.
@@ -197,6 +198,13 @@ func (h *hub) run(ctx context.Context, s *stream, until time.Time) {
 	defer expired.Stop()
 	h.barrier.join(s)
 	defer h.barrier.part(s)
+	var beat *time.Timer
+	beat = time.AfterFunc(everywhere.Beat, func() {
+		if s.Send(everywhere.FromCollector{}, sendPatience) == nil {
+			beat.Reset(everywhere.Beat)
+		}
+	})
+	defer beat.Stop()
 	for {
 		var m everywhere.FromNode
 		if err := s.Receive(&m, time.Time{}); err != nil {

@@ -153,6 +153,30 @@ func TestGreetings(t *testing.T) {
 	}
 }
 
+// TestHeartbeat: a node hears from a collector that has nothing to ask.
+func TestHeartbeat(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		ours, theirs := net.Pipe()
+		h := newHub(tls.Certificate{}, nil, newBarrier(nil, slog.New(slog.DiscardHandler), nil), nil)
+		var running sync.WaitGroup
+		running.Go(func() {
+			s := &stream{Stream: everywhere.NewStream(ours), node: "n", waits: map[uint64]*waiter{}}
+			h.run(t.Context(), s, time.Now().Add(time.Hour))
+		})
+		begin, node := time.Now(), everywhere.NewStream(theirs)
+		for i := range 3 {
+			var m everywhere.FromCollector
+			err := node.Receive(&m, begin.Add(time.Hour))
+			took := time.Since(begin)
+			if err != nil || m != (everywhere.FromCollector{}) || took != time.Duration(i+1)*everywhere.Beat {
+				t.Fatalf("after %v: %+v %v", took, m, err)
+			}
+		}
+		node.Close()
+		running.Wait()
+	})
+}
+
 // TestTurns: a namespace with many Services does not hold up another one.
 func TestTurns(t *testing.T) {
 	q := turns{of: map[string][]*service{}}

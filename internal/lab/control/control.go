@@ -122,9 +122,12 @@ func (p *Plane) writeFiles() error {
 	}
 	return errors.Join(WriteKey(p.file("accounts.key")), os.WriteFile(p.file("ca.crt"), p.ca.PEM, 0o600),
 		os.WriteFile(p.file("tokens.csv"), []byte(tokens), 0o600),
-		os.WriteFile(p.file("admin.kubeconfig"), []byte(Kubeconfig(p.url, p.ca.PEM, adminToken)), 0o600),
+		os.WriteFile(p.AdminKubeconfig(), []byte(Kubeconfig(p.url, p.ca.PEM, adminToken)), 0o600),
 		os.WriteFile(p.Kubeconfig(), []byte(Kubeconfig(p.url, p.ca.PEM, proxyToken)), 0o600))
 }
+
+// AdminKubeconfig is the file for who may do everything.
+func (p *Plane) AdminKubeconfig() string { return p.file("admin.kubeconfig") }
 
 // Kubeconfig is the file for a proxy.
 func (p *Plane) Kubeconfig() string { return p.file("proxy.kubeconfig") }
@@ -189,7 +192,7 @@ func (p *Plane) StartControllers() error {
 		return nil
 	}
 	p.managers = NewProcess(p.config.Host, p.file("kube-controller-manager.log"), p.config.ControllerManager,
-		"--kubeconfig="+p.file("admin.kubeconfig"), "--leader-elect=false", "--kube-api-qps=200", "--kube-api-burst=400",
+		"--kubeconfig="+p.AdminKubeconfig(), "--leader-elect=false", "--kube-api-qps=200", "--kube-api-burst=400",
 		"--controllers=endpointslice-controller,endpointslice-mirroring-controller,service-cidr-controller",
 		"--concurrent-service-endpoint-syncs=10", "--v=1")
 	return p.managers.Start()

@@ -87,9 +87,28 @@ func (n Nft) LoadsRanges(t testing.TB, h *lab.Host) bool {
 
 var counterValues = regexp.MustCompile(`counter packets \d+ bytes \d+`)
 
+// maxLists bounds how often a ruleset is listed until two listings in a row are the same.
+const maxLists = 10
+
 // List gives the host's ruleset as this nft lists it, without the counters' values. The elements of sets that nft lists
 // in the order in which they came are sorted.
+//
+// The kernel gives a set that has grown more buckets a moment after the transaction. If that happens between two parts
+// of a list, some elements come twice and others not at all, and nothing tells nft. So it lists until it sees the same
+// twice; what expires is never the same.
 func (n Nft) List(t testing.TB, h *lab.Host) string {
+	t.Helper()
+	text := n.list(t, h)
+	for range maxLists {
+		before := text
+		if text = n.list(t, h); text == before {
+			break
+		}
+	}
+	return text
+}
+
+func (n Nft) list(t testing.TB, h *lab.Host) string {
 	t.Helper()
 	blocks := strings.Split(counterValues.ReplaceAllString(Run(t, h, "", n.Path, "list", "ruleset"), "counter"), "\n\n")
 	for i, block := range blocks {

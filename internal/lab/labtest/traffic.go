@@ -27,11 +27,14 @@ type Traffic struct {
 	// Deletes says that flows are deleted: a datagram may be on its way just when its endpoint leaves the Service, and
 	// the answer, which comes a moment later, finds no way back.
 	Deletes bool
+	// Cause, if not nil, says why a connection failed that began at a time, in words that end its line.
+	Cause func(from *lab.Host, p snapshot.Protocol, to netip.AddrPort, r lab.Result, began time.Time, held bool) string
 	// Dials and Pings count what was done. Slowest is how long a new connection took at most, in nanoseconds.
 	Dials, Pings, Slowest atomic.Int64
 
 	// excused counts who waited in vain while the machine was busy, lost the datagrams that were answered in vain.
 	excused, lost atomic.Int64
+	causes        atomic.Int64
 	clients       sync.WaitGroup
 	stop          chan struct{}
 	mu            sync.Mutex
@@ -74,6 +77,18 @@ func (tr *Traffic) fail(start time.Time, r lab.Result, format string, args ...an
 	return true
 }
 
+// maxCauses is how many failures have their cause asked for.
+const maxCauses = 50
+
+// cause asks for the cause of a failure.
+func (tr *Traffic) cause(from *lab.Host, p snapshot.Protocol, to netip.AddrPort, r lab.Result, began time.Time,
+	held bool) string {
+	if tr.Cause == nil || tr.causes.Add(1) > maxCauses {
+		return ""
+	}
+	return tr.Cause(from, p, to, r, began, held)
+}
+
 // Open has a client open new connections, one after the other, to targets that a seed chooses.
 func (tr *Traffic) Open(from *lab.Host, seed uint64) {
 	random := rand.New(rand.NewPCG(seed, 2))
@@ -83,7 +98,7 @@ func (tr *Traffic) Open(from *lab.Host, seed uint64) {
 			start := time.Now()
 			r := from.Dial(p, to, lab.Options{Timeout: tr.Patience})
 			if r.Outcome != lab.Answered {
-				tr.fail(start, r, "%s to %s %s: %v", from.Name, to, p, r)
+				tr.fail(start, r, "%s to %s %s: %v%s", from.Name, to, p, r, tr.cause(from, p, to, r, start, false))
 			}
 			tr.Dials.Add(1)
 			for slowest := tr.Slowest.Load(); int64(r.Latency) > slowest; slowest = tr.Slowest.Load() {
@@ -101,15 +116,17 @@ func (tr *Traffic) Hold(from *lab.Host, to netip.AddrPort, lifetime, pause time.
 			start := time.Now()
 			c, r := from.Open(snapshot.TCP, to, lab.Options{Timeout: tr.HeldPatience})
 			if c == nil {
-				if tr.fail(start, r, "%s to %s: %v", from.Name, to, r) {
+				if tr.fail(start, r, "%s to %s: %v%s", from.Name, to, r,
+					tr.cause(from, snapshot.TCP, to, r, start, false)) {
 					return
 				}
 				continue
 			}
 			for end := start.Add(lifetime); time.Now().Before(end) && !after(stop, pause); {
-				start := time.Now()
+				asked := time.Now()
 				if r := c.Ping(tr.HeldPatience); r.Outcome != lab.Answered {
-					tr.fail(start, r, "connection of %s to %s: %v", from.Name, to, r)
+					tr.fail(asked, r, "connection of %s to %s: %v%s", from.Name, to, r,
+						tr.cause(from, snapshot.TCP, to, r, start, true))
 					break
 				}
 				tr.Pings.Add(1)

@@ -36,9 +36,9 @@ type decoder struct {
 // maxUnknown bounds how many unknown fields are reported.
 const maxUnknown = 20
 
-func (d *decoder) reportHere(s Severity, p yamltree.Path, text string) {
+func (d *decoder) reportHere(p yamltree.Path, text string) {
 	d.problems = append(d.problems,
-		&Problem{Severity: s, File: d.file, Line: d.at.line(trimKind(p)), Field: visible(p.String()), Text: text})
+		&Problem{Severity: Warning, File: d.file, Line: d.at.line(trimKind(p)), Field: visible(p.String()), Text: text})
 }
 
 // trimKind returns the path within its own document.
@@ -53,7 +53,7 @@ func trimKind(p yamltree.Path) yamltree.Path {
 func (d *decoder) decodeDocument(p yamltree.Path, fields map[string]any, out any) {
 	if d.at.tree != nil {
 		for _, twice := range duplicateKeys(d.at.tree, p) {
-			d.reportHere(Warning, twice, "it is set twice; the last value applies")
+			d.reportHere(twice, "it is set twice; the last value applies")
 		}
 	}
 	d.decodeValue(p, fields, reflect.ValueOf(out).Elem())
@@ -106,7 +106,7 @@ func (d *decoder) decodeStruct(p yamltree.Path, in any, out reflect.Value) {
 		if like := nearest.Of(name, slices.Sorted(maps.Keys(known))); like != "" {
 			text += " (did you mean " + like + "?)"
 		}
-		d.reportHere(Warning, p.Key(name), text)
+		d.reportHere(p.Key(name), text)
 	}
 }
 

@@ -197,7 +197,7 @@ func (r *loader) readDocument(p *yamltree.Chunk) error {
 	case kind == kubeProxyKind && version == kubeProxyVersion && r.kubeProxy == nil:
 		r.kubeProxy = at
 		if r.verdict != nil {
-			r.reportHere(Warning, nil,
+			r.reportHere(nil,
 				"kube-proxy reads only the first document of a file: this one should come before "+verdictKind)
 		}
 		r.decodeDocument(nil, fields, &r.doc.KubeProxy)
@@ -205,7 +205,7 @@ func (r *loader) readDocument(p *yamltree.Chunk) error {
 		r.verdict = at
 		r.decodeDocument(yamltree.Path{verdictKind}, fields, &r.doc.Verdict)
 	case kind == kubeProxyKind && r.kubeProxy != nil || kind == verdictKind && r.verdict != nil:
-		r.reportHere(Warning, nil, "ignored: the file has another "+kind+" before this one")
+		r.reportHere(nil, "ignored: the file has another "+kind+" before this one")
 	case kind == kubeProxyKind:
 		return r.wrongVersion(version, kubeProxyVersion)
 	case kind == verdictKind:
@@ -215,7 +215,7 @@ func (r *loader) readDocument(p *yamltree.Chunk) error {
 	case kind == "":
 		return invalid("kind is missing; expected apiVersion %s and kind %s", kubeProxyVersion, kubeProxyKind)
 	default:
-		r.reportHere(Warning, yamltree.Path{"kind"},
+		r.reportHere(yamltree.Path{"kind"},
 			visible(kind)+" is ignored: it is neither "+kubeProxyKind+" nor "+verdictKind)
 	}
 	return nil

@@ -80,6 +80,8 @@ const eventBuffer = 16 << 20
 // Events receives the ends, and on demand the beginnings, of flows that are translated.
 type Events struct {
 	listener *netlink.Listener
+	// all says that flows count that are not translated.
+	all bool
 }
 
 // Listen subscribes to the ends of flows in the network namespace of a file descriptor; 0 is the caller's own. The
@@ -114,6 +116,12 @@ var translatedOnly = []unix.SockFilter{
 // WithIPVS takes the kernel's filter away: connections of IPVS have no such status bit, and are told from others here.
 func (e *Events) WithIPVS() error { return e.listener.PassAll() }
 
+// All has Receive tell of flows that are not translated, too.
+func (e *Events) All() error {
+	e.all = true
+	return e.listener.PassAll()
+}
+
 // Beginnings subscribes to beginnings, too, or no longer.
 func (e *Events) Beginnings(on bool) error { return e.listener.Join(unix.NFNLGRP_CONNTRACK_NEW, on) }
 
@@ -125,7 +133,7 @@ func (e *Events) Receive(deadline time.Time, do func(f *Flow, ended bool)) error
 		if len(m.Body) < netlink.NetfilterLen || m.Type != messageNew && m.Type != messageDelete {
 			return
 		}
-		if f.parse(m.Body[netlink.NetfilterLen:]) {
+		if f.parse(m.Body[netlink.NetfilterLen:]) || e.all && f.Client.IsValid() {
 			f.By = m.Port
 			do(&f, m.Type == messageDelete)
 		}
@@ -146,10 +154,11 @@ func (f *Flow) Translated() bool {
 	return f.Endpoint != netip.AddrPortFrom(f.Frontend.Addr, f.Frontend.Port)
 }
 
-// parse reads the attributes of an entry. It returns false if a required one is missing, or the flow is not translated.
+// parse reads the attributes of an entry. It returns false if a required one is missing, and then leaves the flow
+// empty, or if the flow is not translated.
 func (f *Flow) parse(attrs []byte) bool {
 	base, ok := parseFlow(attrs)
-	if ok {
+	if *f = (Flow{}); ok {
 		f.take(&base)
 	}
 	return ok && base.translated()

@@ -89,8 +89,10 @@ func (w *waiting) finish(a Answer) {
 // session is a connection that the collector has accepted.
 type session struct {
 	stream *Stream
-	mu     sync.Mutex
-	asked  map[uint64]status.Goal
+	// silence is how long the collector may send nothing; 0 means for ever.
+	silence time.Duration
+	mu      sync.Mutex
+	asked   map[uint64]status.Goal
 }
 
 const (
@@ -282,11 +284,13 @@ func (a *Agent) greet(ctx context.Context) (*session, time.Duration, error) {
 		conn.Close()
 		return nil, 0, fmt.Errorf("collector at %s: %w", leader[AddressAnnotation], err)
 	}
+	s.silence = time.Duration(min(max(first.Welcome.Beat, 0), maxBeat)) * time.Millisecond * 5 / 2
 	return s, time.Duration(min(first.Welcome.Seconds, maxTokenSeconds)) * time.Second, nil
 }
 
-// maxTokenSeconds bounds how long a connection lasts, whatever the token says.
-const maxTokenSeconds = 7 * 24 * 3600
+// maxTokenSeconds bounds how long a connection lasts, whatever the token says, and maxBeat the milliseconds between
+// heartbeats.
+const maxTokenSeconds, maxBeat = 7 * 24 * 3600, 3600_000
 
 // clientConfig trusts only the certificate with a fingerprint, which only the collector could write to its Lease. Names
 // and dates of that certificate mean nothing.
@@ -331,7 +335,11 @@ func (a *Agent) close(s *session) {
 func (a *Agent) read(s *session) error {
 	for {
 		var m FromCollector
-		if err := s.stream.Receive(&m, time.Time{}); err != nil {
+		var until time.Time
+		if s.silence > 0 {
+			until = time.Now().Add(s.silence)
+		}
+		if err := s.stream.Receive(&m, until); err != nil {
 			return err
 		}
 		switch {

@@ -6,9 +6,11 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"net"
 	"net/http"
 	"net/http/httptest"
 	"net/netip"
+	"os"
 	"strings"
 	"sync"
 	"testing"
@@ -145,6 +147,30 @@ func TestPlaces(t *testing.T) {
 		if s := a.Stats(); s.Waiting != maxWaiting || len(answers) != 0 {
 			t.Errorf("%d wait, %d are answered", s.Waiting, len(answers))
 		}
+	})
+}
+
+// TestStoppedCollector: a node leaves a collector that has gone silent, and waits for one that lives but does not ask.
+func TestStoppedCollector(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		ours, theirs := net.Pipe()
+		defer theirs.Close()
+		collector := NewStream(theirs)
+		var running sync.WaitGroup
+		running.Go(func() {
+			for range 6 {
+				time.Sleep(Beat)
+				if err := collector.Send(FromCollector{}, time.Second); err != nil {
+					t.Error(err)
+				}
+			}
+		})
+		begin := time.Now()
+		err := newAgent().read(&session{stream: NewStream(ours), silence: 5 * Beat / 2})
+		if took := time.Since(begin); !errors.Is(err, os.ErrDeadlineExceeded) || took != 6*Beat+5*Beat/2 {
+			t.Errorf("it left after %v: %v", took, err)
+		}
+		running.Wait()
 	})
 }
 

@@ -1,6 +1,6 @@
 // Package everywhere answers "have all nodes got it?" on a node. The node holds a connection to the collector, over
-// which nothing is sent until somebody asks: then the collector reads what the API has of the Service, and asks all
-// nodes to say when they hold it. This package has the node's side, and what both sides send.
+// which only heartbeats are sent until somebody asks: then the collector reads what the API has of the Service, and
+// asks all nodes to say when they hold it. This package has the node's side, and what both sides send.
 package everywhere
 
 import (
@@ -36,6 +36,9 @@ const (
 	MaxAsked = 4096
 	// maxLine bounds a line in bytes. The first one has a token.
 	maxLine = 16 << 10
+	// Beat is how often a collector sends an empty message. A node that hears nothing for two and a half of them looks
+	// for the leader anew: the kernel of a stopped process goes on to answer for it.
+	Beat = 15 * time.Second
 )
 
 // FromNode is a line that a node sends. One field is set.
@@ -64,7 +67,7 @@ type Wait struct {
 	Milliseconds int64 `json:"ms"`
 }
 
-// FromCollector is a line that the collector sends. One field is set.
+// FromCollector is a line that the collector sends. One field is set, or none: then it says that the collector lives.
 type FromCollector struct {
 	Welcome *Welcome `json:"welcome,omitempty"`
 	// Refused says why the collector closes the connection.
@@ -79,6 +82,8 @@ type FromCollector struct {
 type Welcome struct {
 	// Seconds is how long the token is valid. Then the collector closes the connection.
 	Seconds int64 `json:"seconds"`
+	// Beat says how often, in milliseconds, the collector sends something; 0 means that it may be silent.
+	Beat int64 `json:"beatMs,omitempty"`
 }
 
 // Ask asks a node to say when it has reached a goal.
@@ -198,5 +203,5 @@ func decode(line []byte, message any) error {
 // Close closes the connection.
 func (s *Stream) Close() { s.conn.Close() }
 
-// KeepAlive has the kernel notice within a minute that the other host is gone. It is all that is sent at rest.
+// KeepAlive has the kernel notice within a minute that the other host is gone.
 var KeepAlive = net.KeepAliveConfig{Enable: true, Idle: 30 * time.Second, Interval: 10 * time.Second, Count: 3}

@@ -12,6 +12,7 @@ import (
 	"github.com/verdict-proxy/verdict/internal/proxy/status"
 	"github.com/verdict-proxy/verdict/internal/system/ipfamily"
 	"github.com/verdict-proxy/verdict/internal/system/packets"
+	"github.com/verdict-proxy/verdict/nft"
 )
 
 // Packet is the first packet of a connection to a Service.
@@ -51,12 +52,16 @@ func (h *Host) Before(p Packet) (stop *status.Finding, unclear string) {
 	if err != nil {
 		return nil, "rules of other programs are not known: " + err.Error()
 	}
-	c, err := rules.Translate(h.walked(p, p.Destination), natPriority)
+	c, err := rules.Translate(h.walked(p, p.Destination), nft.DNATPriority)
 	switch {
 	case err != nil:
 		return nil, "whether another program translates it first is not known: " + err.Error()
+	case c.Untracked:
+		what := fmt.Sprintf("%s keeps packets to %s from connection tracking, so nothing translates them", decider(c),
+			p.Destination)
+		return &status.Finding{Check: NoTrack, What: what, Advice: adviceNoTrack}, ""
 	case c.Verdict != packets.Untouched:
-		what := fmt.Sprintf("the chain %s comes before Verdict's", c.By)
+		what := fmt.Sprintf("%s comes before Verdict's", decider(c))
 		if c.Verdict == packets.Sent {
 			what += fmt.Sprintf(", and sends packets to %s to %s", p.Destination, c.To)
 		} else {
@@ -65,6 +70,14 @@ func (h *Host) Before(p Packet) (stop *status.Finding, unclear string) {
 		return &status.Finding{Check: NATAhead, What: what, Advice: adviceNATAhead}, ""
 	}
 	return nil, ""
+}
+
+// decider names the rule of another program that decides about a packet, as nft -a lists it.
+func decider(c packets.Crossing) string {
+	if c.Rule == 0 {
+		return "the policy of the chain " + c.By
+	}
+	return fmt.Sprintf("the rule with handle %d of the chain %s", c.Rule, c.By)
 }
 
 // After returns what stops a packet that Verdict's rules have sent to an endpoint; Masqueraded says that it has an
@@ -97,7 +110,7 @@ func (h *Host) After(p Packet, endpoint netip.AddrPort, masqueraded bool) (stop 
 		return nil, cmp.Or(unclear, "whether another program lets it pass is not known: "+err.Error())
 	case c.Verdict == packets.Dropped, c.Verdict == packets.Rejected:
 		verb := map[packets.Verdict]string{packets.Dropped: "drops", packets.Rejected: "rejects"}[c.Verdict]
-		what := fmt.Sprintf("the chain %s %s what this host forwards from %s to %s", c.By, verb, p.Source.Addr(), to)
+		what := fmt.Sprintf("%s %s what this host forwards from %s to %s", decider(c), verb, p.Source.Addr(), to)
 		return &status.Finding{Check: ForwardDrop, What: what, Advice: adviceForward(c.By)}, ""
 	}
 	return nil, unclear
@@ -144,6 +157,10 @@ func plainBridge(bridge string, f ipfamily.Family) *status.Finding {
 // adviceNATAhead says what to do about a chain that translates first.
 const adviceNATAhead = "the first chain that translates a connection decides: have its program leave the addresses " +
 	"and node ports of Services alone"
+
+// adviceNoTrack says what to do about rules that keep packets from connection tracking.
+const adviceNoTrack = "NodeLocal DNSCache has such rules for the address of the cluster's DNS, at which it listens " +
+	"itself: if it runs on this host, all is well; if not, remove its rules"
 
 // adviceForward says what to do about a chain that refuses what is forwarded.
 func adviceForward(chain string) string {

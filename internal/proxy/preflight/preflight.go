@@ -18,6 +18,7 @@ import (
 	"github.com/verdict-proxy/verdict/internal/system/ipfamily"
 	nl "github.com/verdict-proxy/verdict/internal/system/netlink"
 	"github.com/verdict-proxy/verdict/internal/system/packets"
+	"github.com/verdict-proxy/verdict/nft"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
@@ -30,12 +31,10 @@ const (
 	NodeAddress  = "node-address"
 	RangeOverlap = "overlap"
 	NATAhead     = "nat-ahead"
+	NoTrack      = "notrack"
 	ForwardDrop  = "forward-drop"
 	PortInUse    = "port-in-use"
 )
-
-// natPriority is the priority of the chains in which Verdict translates destinations.
-const natPriority = -100
 
 // Facts are what the checks have to know of the cluster. What is not known is not checked.
 type Facts struct {
@@ -249,7 +248,7 @@ func (h *Host) natAhead() []string {
 	if err != nil {
 		return nil
 	}
-	return rules.Translators(natPriority)
+	return rules.Translators(nft.DNATPriority)
 }
 
 // maxPorts bounds how many node ports in use are named.

@@ -37,6 +37,7 @@ const (
 	opAddressType
 	opLocalAddress // iptables: an address is this host's
 	opMark         // iptables: the mark has a value under a mask
+	opNoTrack
 )
 
 // Where the parts of a header lie.
@@ -143,6 +144,8 @@ func (t *nfTable) expression(name string, a netlink.Attributes) nfOp {
 	switch name {
 	case "counter", "log", "last":
 		return nfOp{kind: opNothing}
+	case "notrack":
+		return nfOp{kind: opNoTrack}
 	case "meta":
 		return compileMeta(a)
 	case "payload":
@@ -255,6 +258,15 @@ func compileXTarget(a netlink.Attributes) nfOp {
 		return nfOp{kind: opReject, n: 3}
 	case "LOG", "NFLOG":
 		return nfOp{kind: opNothing}
+	case "NOTRACK":
+		return nfOp{kind: opNoTrack}
+	case "CT":
+		// struct xt_ct_target_info begins with flags; alias says that iptables lists it as NOTRACK.
+		const noTrack, alias = 1, 2
+		if info := a[unix.NFTA_TARGET_INFO]; len(info) >= 2 && binary.NativeEndian.Uint16(info)&^alias == noTrack {
+			return nfOp{kind: opNoTrack}
+		}
+		return nfOp{unknown: "target CT"}
 	default:
 		return nfOp{unknown: "target " + name}
 	}

@@ -99,8 +99,10 @@ type machine struct {
 	recalled   bool
 	// natDone says that connection tracking has decided about the address in question: a nat chain sees no packet twice.
 	natDone, looped bool
-	chance          Chance
-	updates         []update
+	// untracked says that connection tracking leaves the packet alone: no nat chain sees it.
+	untracked bool
+	chance    Chance
+	updates   []update
 	// alike are the keys that lead to what the next lookup finds, if a lot chose among them.
 	alike [][]byte
 	// step is the last rule that looked at the packet, if it is traced, and later says that it is behind its first hook.
@@ -138,6 +140,10 @@ type walker struct {
 	// the last rule that refused or translated the packet.
 	only func(*nfChain) bool
 	by   *nfChain
+	// handle is that of the rule, 0 for the policy of a chain, and untracked says that the rule keeps connection tracking
+	// from the packet.
+	handle    uint64
+	untracked bool
 	// trace, if not nil, gathers what is not known of rules, which then do not match.
 	trace *Trace
 }
@@ -209,7 +215,7 @@ func (w *walker) destination(m *machine) netip.AddrPort {
 func (w *walker) enter(m *machine) {
 	chains := w.rules.hooks[w.family][m.hook]
 	for ; m.base < len(chains); m.base++ {
-		if c := chains[m.base]; (!c.nat || !m.natDone && !m.looped) && (w.only == nil || w.only(c)) {
+		if c := chains[m.base]; (!c.nat || !m.natDone && !m.looped && !m.untracked) && (w.only == nil || w.only(c)) {
 			m.stack[0], m.depth, m.op = frame{chain: c}, 0, 0
 			return
 		}
@@ -299,7 +305,7 @@ func (w *walker) base(m *machine) (bool, error) {
 		if f.rule >= len(f.chain.rules) {
 			if m.depth == 0 {
 				if c := w.rules.hooks[w.family][m.hook][m.base]; c.drops {
-					w.by = c
+					w.by, w.handle = c, 0
 					w.end(m, Ending{Verdict: Dropped})
 					return true, nil
 				}
@@ -332,11 +338,11 @@ func (w *walker) base(m *machine) (bool, error) {
 			f.rule++
 		case accepted:
 			if m.translated {
-				w.by = f.chain
+				w.by, w.handle = chain, chain.rules[rule].handle
 			}
 			return false, nil
 		case ended:
-			w.by = f.chain
+			w.by, w.handle = chain, chain.rules[rule].handle
 			return true, nil
 		}
 		m.op = 0
@@ -675,6 +681,8 @@ func (w *walker) act(m *machine, op *nfOp) (result, error) {
 			a = w.packet.Source.Addr()
 		}
 		return match(w.rules.host.local(a) != op.inverted)
+	case opNoTrack:
+		w.noTrack(m)
 	case opMark:
 		return match((m.mark&op.modulus == op.seed) != op.inverted)
 	case opUnknown:
@@ -683,14 +691,33 @@ func (w *walker) act(m *machine, op *nfOp) (result, error) {
 	return goOn, nil
 }
 
-func (w *walker) conntrack(m *machine, op *nfOp) (result, error) {
+// noTrack keeps connection tracking from a packet that it has not seen.
+func (w *walker) noTrack(m *machine) {
+	if !w.before(m) || m.untracked {
+		return
+	}
+	f := m.stack[m.depth]
+	m.untracked, w.untracked = true, true
+	w.by, w.handle = f.chain, f.chain.rules[f.rule].handle
+}
+
+// before reports whether connection tracking has not seen the packet yet.
+func (w *walker) before(m *machine) bool {
 	first := (m.hook == hookPrerouting || m.hook == hookOutput) && !m.looped
-	if first && w.rules.hooks[w.family][m.hook][m.base].at() < conntrackPriority { // before it is tracked
+	return first && w.rules.hooks[w.family][m.hook][m.base].at() < conntrackPriority
+}
+
+func (w *walker) conntrack(m *machine, op *nfOp) (result, error) {
+	if w.before(m) || m.untracked {
 		if op.what != unix.NFT_CT_STATE {
 			return noMatch, nil
 		}
-		const invalid = 1
-		m.load(op.dest, native32(invalid))
+		const invalid, untracked = 1, 64
+		state := uint32(invalid)
+		if m.untracked {
+			state = untracked
+		}
+		m.load(op.dest, native32(state))
 		return goOn, nil
 	}
 	const (

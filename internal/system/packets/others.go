@@ -13,9 +13,9 @@ import (
 	"github.com/verdict-proxy/verdict/internal/system/netlink"
 )
 
-// ReadOthers reads the tables of nf_tables, of the families ip, ip6 and inet, that have a chain by which packets are
-// forwarded or translated, but for those of a name, in the network namespace of the calling thread. A kernel without
-// nf_tables has none.
+// ReadOthers reads the tables of nf_tables, of the families ip, ip6 and inet, that have a chain by which packets come
+// in, are sent, forwarded or translated, but for those of a name, in the network namespace of the calling thread. A
+// kernel without nf_tables has none.
 func ReadOthers(name string, host *Host) (*Rules, error) {
 	c, err := netlink.Dial(unix.NETLINK_NETFILTER, 0)
 	if err != nil {
@@ -80,7 +80,7 @@ func (r *reader) other(t *nfTable) error {
 	}
 	concerns := false
 	for _, c := range t.chains {
-		concerns = concerns || c.base && (c.nat || c.hook == hookForward)
+		concerns = concerns || c.base && (c.nat || c.hook == hookForward || c.hook == hookPrerouting || c.hook == hookOutput)
 	}
 	if !concerns {
 		return nil
@@ -97,10 +97,13 @@ func (r *reader) other(t *nfTable) error {
 // Crossing is what the chains of one hook do to a packet.
 type Crossing struct {
 	Verdict Verdict
-	// To is the destination that a rule chose, if the packet is Sent on, and By names the chain that decided; empty if it
-	// is Untouched.
-	To netip.AddrPort
-	By string
+	// To is the destination that a rule chose, if the packet is Sent on. Untracked says that a rule keeps connection
+	// tracking from it, so that nothing translates it.
+	To        netip.AddrPort
+	Untracked bool
+	// By names the chain that decided, and Rule the handle of its rule, 0 for the policy; unset if nothing did.
+	By   string
+	Rule uint64
 }
 
 // Forward follows a packet through the forward hook. Before is the destination that it had before a rule elsewhere
@@ -109,13 +112,15 @@ func (r *Rules) Forward(p Packet, before netip.AddrPort) (Crossing, error) {
 	return r.cross(p, hookForward, before, func(*nfChain) bool { return true })
 }
 
-// Translate follows a packet through the chains that translate destinations before those at a priority do.
+// Translate follows a packet through the chains that see it before those that translate destinations at a priority.
 func (r *Rules) Translate(p Packet, priority int32) (Crossing, error) {
 	hook := hookPrerouting
 	if p.Interface == "" {
 		hook = hookOutput
 	}
-	return r.cross(p, hook, p.Destination, func(c *nfChain) bool { return c.nat && c.priority < priority })
+	return r.cross(p, hook, p.Destination, func(c *nfChain) bool {
+		return c.at() < natPriority[hook] || c.ahead(priority)
+	})
 }
 
 func (r *Rules) cross(p Packet, hook int, before netip.AddrPort, only func(*nfChain) bool) (Crossing, error) {
@@ -135,11 +140,15 @@ func (r *Rules) cross(p Packet, hook int, before netip.AddrPort, only func(*nfCh
 	if c.Verdict == Sent && c.To == p.Destination {
 		return Crossing{}, nil
 	}
-	if w.by != nil && c.Verdict != Untouched {
-		c.By = w.by.table.place() + " " + w.by.name
+	c.Untracked = w.untracked && c.Verdict == Untouched
+	if w.by != nil && (c.Untracked || c.Verdict != Untouched) {
+		c.By, c.Rule = w.by.table.place()+" "+w.by.name, w.handle
 	}
 	return c, nil
 }
+
+// ahead reports whether a chain translates destinations before those at a priority do.
+func (c *nfChain) ahead(priority int32) bool { return c.nat && c.priority < priority }
 
 // place names a table as nft does.
 func (t *nfTable) place() string {
@@ -154,7 +163,7 @@ func (r *Rules) Translators(priority int32) (names []string) {
 	for _, hooks := range r.hooks {
 		for _, hook := range []int{hookPrerouting, hookOutput} {
 			for _, c := range hooks[hook] {
-				if name := c.table.place() + " " + c.name; c.nat && c.priority < priority && len(c.rules) > 0 &&
+				if name := c.table.place() + " " + c.name; c.ahead(priority) && len(c.rules) > 0 &&
 					!slices.Contains(names, name) {
 					names = append(names, name)
 				}
