@@ -313,7 +313,9 @@ func (m *Model) Rollback(t *Txn) {
 		p.move(was.name, m.serviceOrEmpty(was.name), was.before)
 	}
 	p.chains()
+	noIngress := m.NoIngress // is a fact about the kernel, which it may have told just now
 	*m = u.before
+	m.NoIngress = noIngress
 	if u.earlier != nil {
 		m.Rollback(u.earlier)
 	}

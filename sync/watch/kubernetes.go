@@ -45,8 +45,8 @@ type Kubernetes struct {
 	NodeName string
 	// PodNames reads the names of endpoints' pods.
 	PodNames bool
-	// Nodes, if not nil, gets the addresses of all other Nodes, by name, and again whenever they differ, once NodesWanted is
-	// closed: all Nodes are much to read and to watch. The map is not changed afterwards.
+	// Nodes, if not nil, gets the addresses of all other Nodes, by name, and again whenever they differ, once NodesWanted
+	// is closed: all Nodes are much to read and to watch. The map is not changed afterwards.
 	Nodes       func(map[string][]netip.Addr)
 	NodesWanted <-chan struct{}
 	// Report gets a *Problem of an object, or an error of the connection, which is reported once and then at most every
@@ -203,8 +203,8 @@ func (k *Kubernetes) Run(ctx context.Context, sink Sink) error {
 // otherNodes returns what to watch for Nodes. It keeps their addresses.
 func (k *Kubernetes) otherNodes(report func(error)) resource {
 	c := &converter{}
-	nodes := newStore(withoutLast(c.node), func(a, b *snapshot.Node) bool { return slices.Equal(a.Addresses, b.Addresses) },
-		report, func() {})
+	same := func(a, b *snapshot.Node) bool { return slices.Equal(a.Addresses, b.Addresses) }
+	nodes := newStore(withoutLast(c.node), same, report, func() {})
 	nodes.put = func(map[snapshot.Name]*snapshot.Node) {
 		others := make(map[string][]netip.Addr, len(nodes.known))
 		for name, n := range nodes.known {
@@ -214,7 +214,8 @@ func (k *Kubernetes) otherNodes(report func(error)) resource {
 		}
 		k.Nodes(others)
 	}
-	return resource{gv: corev1.SchemeGroupVersion, name: "nodes", object: &corev1.Node{}, store: nodes, wanted: k.NodesWanted}
+	return resource{gv: corev1.SchemeGroupVersion, name: "nodes", object: &corev1.Node{}, store: nodes,
+		wanted: k.NodesWanted}
 }
 
 // resources returns what to watch. The selectors are kube-proxy's.

@@ -177,15 +177,9 @@ func (l *Link) look(nodes map[string][]netip.Addr, known map[string]*neighbour) 
 	if err != nil || device == nil {
 		return out, err
 	}
-	entries, err := handle.NeighList(device.Attrs().Index, netlink.FAMILY_ALL)
-	if err != nil && !errors.Is(err, netlink.ErrDumpInterrupted) {
+	table, err := neighboursOf(handle, device)
+	if err != nil {
 		return out, err
-	}
-	table := make(map[netip.Addr]*netlink.Neigh, len(entries))
-	for i := range entries {
-		if a, ok := netip.AddrFromSlice(entries[i].IP); ok {
-			table[a.Unmap()] = &entries[i]
-		}
 	}
 	maps.DeleteFunc(known, func(name string, _ *neighbour) bool { return nodes[name] == nil })
 	out = snapshot.Link{Device: device.Attrs().Name, Nodes: make(map[string]snapshot.Neighbour, len(nodes))}
@@ -217,6 +211,21 @@ func (l *Link) look(nodes map[string][]netip.Addr, known map[string]*neighbour) 
 		}
 	}
 	return out, err
+}
+
+// neighboursOf returns the kernel's table of a device.
+func neighboursOf(handle *netlink.Handle, device netlink.Link) (map[netip.Addr]*netlink.Neigh, error) {
+	entries, err := handle.NeighList(device.Attrs().Index, netlink.FAMILY_ALL)
+	if err != nil && !errors.Is(err, netlink.ErrDumpInterrupted) {
+		return nil, err
+	}
+	table := make(map[netip.Addr]*netlink.Neigh, len(entries))
+	for i := range entries {
+		if a, ok := netip.AddrFromSlice(entries[i].IP); ok {
+			table[a.Unmap()] = &entries[i]
+		}
+	}
+	return table, nil
 }
 
 func (l *Link) handle() (*netlink.Handle, error) { return (&Host{Namespace: l.Namespace}).handle() }
@@ -304,8 +313,8 @@ func (n *neighbour) judge(e *netlink.Neigh) {
 	}
 }
 
-// askNeighbour has the kernel ask a neighbour, also if it has an answer that it would use for half a minute. An entry that is
-// being asked again is used meanwhile.
+// askNeighbour has the kernel ask a neighbour, also if it has an answer that it would use for half a minute. An entry
+// that is being asked again is used meanwhile.
 func askNeighbour(handle *netlink.Handle, index int, a netip.Addr, e *netlink.Neigh) error {
 	if e != nil && e.State&(netlink.NUD_PERMANENT|netlink.NUD_NOARP) != 0 {
 		return nil

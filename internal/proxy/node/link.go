@@ -5,6 +5,7 @@ import (
 	"log/slog"
 	"sync"
 
+	"github.com/verdict-proxy/verdict/internal/proxy/backends"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 	"github.com/verdict-proxy/verdict/sync/watch"
 )
@@ -29,9 +30,15 @@ type linkAsk struct {
 	asked    bool // since the start
 }
 
-func newLinkAsk(link *watch.Link, setting func() bool, log *slog.Logger) *linkAsk {
-	return &linkAsk{link: link, wanted: make(chan struct{}), setting: setting, log: log,
-		services: map[snapshot.Name]bool{}}
+func newLinkAsk(w *configWatcher, node *nodeObject, opened *backends.Opened) *linkAsk {
+	log := w.log.Logger
+	a := &linkAsk{link: watch.NewLink(node.addrs, reporter(log)), wanted: make(chan struct{}), log: log,
+		setting: func() bool { return w.settings.Load().Policy.KeepClientAddress },
+		cannot:  errCannotKeep, services: map[snapshot.Name]bool{}}
+	if opened.KeepSupported != nil {
+		a.cannot = opened.KeepSupported()
+	}
+	return a
 }
 
 // take notes which Services ask.

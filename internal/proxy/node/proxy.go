@@ -190,11 +190,7 @@ func runProxy(ctx context.Context, socket *os.File, w *configWatcher, life lifet
 		return err
 	}
 	defer opened.Close()
-	keep := newLinkAsk(watch.NewLink(object.addrs, reporter(log)),
-		func() bool { return w.settings.Load().Policy.KeepClientAddress }, log)
-	if keep.cannot = errCannotKeep; opened.KeepSupported != nil {
-		keep.cannot = opened.KeepSupported()
-	}
+	keep := newLinkAsk(w, object, opened)
 	objects, events, publisher, err := openSource(s, name, life.ends, keep, log)
 	if err != nil {
 		return err
@@ -213,29 +209,29 @@ func runProxy(ctx context.Context, socket *os.File, w *configWatcher, life lifet
 		log.Error("connections are not recorded", "err", err)
 	}
 	defer func() { err = errors.Join(err, object.records.close(life.ends(context.Cause(ctx)))) }()
-	p := &proxy{config: w, object: object, keep: keep, events: events, updates: make(chan configUpdate), apiServer: apiServer(s),
-		ipvs: &ipvsChoice{log: log, missing: events.missing, backend: opened.Mode, probe: opened.ProbeScheduler}}
+	choice := &ipvsChoice{log: log, missing: events.missing, backend: opened.Mode, probe: opened.ProbeScheduler}
+	p := &proxy{config: w, object: object, keep: keep, events: events, updates: make(chan configUpdate),
+		apiServer: apiServer(s), ipvs: choice}
 	v.checks = newHostChecks(log, p.policy, object.last.Load)
-	p.ipvs.warnIgnored(s.Policy.IPVS)
-	cleaner := newKubeProxyCleaner(takeover.Runner{Mode: takeover.Mode(s.Takeover), Own: opened.Named, Log: log},
-		removeOthers(socket, opened, log))
+	choice.warnIgnored(s.Policy.IPVS)
 	log.Info("starting verdict", "version", Version(), "node", name, "from", s.Manifests, "mode", opened.Mode,
 		"owns_tables", opened.Owns != nil)
 	defer p.awaitReady(s.Manifests != "", log).Stop()
 	starting.Stop()
-	return p.run(ctx, cleaner, &Node{
+	return p.run(ctx, cleanerOf(s, socket, opened, log), &Node{
 		Config: p.policy(), Backend: opened, Flows: flows, Log: log, RouteLocalnet: RouteLocalnet, Prober: &outlier.TCP{},
 		Ledger: newLedger(s, opened, log), serving: v, minInterval: s.MinSyncPeriod, updates: p.updates,
-		Sources: []Source{&nodeSource{objects, object, p.ipvs, keep}, &watch.Host{Report: reporter(log)}, keep.link},
+		Sources: []Source{&nodeSource{objects, object, choice, keep}, &watch.Host{Report: reporter(log)}, keep.link},
 		stuck:   func(what string) { abort(log, what) },
 	})
 }
 
-// removeOthers returns what removes the rules of Verdict's other backends.
-func removeOthers(socket *os.File, beside *backends.Opened, log *slog.Logger) func(context.Context) error {
-	return func(ctx context.Context) error {
-		return backends.RemoveOthers(ctx, backends.RemoveOptions{Socket: socket, Beside: beside, Log: log})
-	}
+// cleanerOf returns what removes kube-proxy's rules, and those of Verdict's other backends.
+func cleanerOf(s *config.Settings, socket *os.File, beside *backends.Opened, log *slog.Logger) *kubeProxyCleaner {
+	return newKubeProxyCleaner(takeover.Runner{Mode: takeover.Mode(s.Takeover), Own: beside.Named, Log: log},
+		func(ctx context.Context) error {
+			return backends.RemoveOthers(ctx, backends.RemoveOptions{Socket: socket, Beside: beside, Log: log})
+		})
 }
 
 // run runs the node, and everything beside it, until the context ends.
