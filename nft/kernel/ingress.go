@@ -27,14 +27,14 @@ func (b *Backend) KeepSupported() error {
 	if err != nil {
 		return fmt.Errorf("nft: probe: %w", err)
 	}
-	for _, r := range refused {
-		if r.Errno == unix.EPERM {
-			return ErrRights
-		}
-		return fmt.Errorf("this kernel cannot forward packets at the ingress of a device: %w (it takes "+
-			"CONFIG_NF_TABLES_NETDEV, CONFIG_NFT_FWD_NETDEV and CONFIG_NETFILTER_INGRESS)", probe.refusalError(r))
+	switch {
+	case len(refused) == 0:
+		return nil
+	case refused[0].Errno == unix.EPERM:
+		return ErrRights
 	}
-	return nil
+	return fmt.Errorf("this kernel cannot forward packets at the ingress of a device: %w (it takes "+
+		"CONFIG_NF_TABLES_NETDEV, CONFIG_NFT_FWD_NETDEV and CONFIG_NETFILTER_INGRESS)", probe.refusalError(refused[0]))
 }
 
 // refusedIngress reports whether the kernel refused anything at the ingress but elements.
