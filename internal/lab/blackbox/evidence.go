@@ -329,7 +329,7 @@ func (e *evidence) String() string {
 func (e *evidence) cluster() string {
 	var all []string
 	if s, known := e.objects.service(e.Server); known {
-		all = append(all, e.objects.words(s.Name, e.moment()))
+		all = append(all, e.objects.words(s.Name, e.Server.Addr(), e.moment()))
 	}
 	if a, translated := e.endpoint(); translated {
 		all = append(all, e.named(a))

@@ -49,3 +49,36 @@ func TestLongConnection(t *testing.T) {
 		t.Error("its first packet is no evidence")
 	}
 }
+
+// TestOtherFamily has a Service of both families whose IPv4 endpoints are not ready any more and whose IPv6 endpoints
+// still are: a client of IPv4 had no ready endpoint, whatever transaction was under way.
+func TestOtherFamily(t *testing.T) {
+	box := New(Config{})
+	t.Cleanup(func() {
+		if err := box.Close(); err != nil {
+			t.Error(err)
+		}
+	})
+	client, server := netip.MustParseAddrPort("10.0.1.5:40000"), netip.MustParseAddrPort("10.96.0.80:80")
+	box.Service(Service{Name: "default/echo", Addresses: []netip.Addr{server.Addr()}, Ports: []ServicePort{{Port: 80}}})
+	set := func(name, addr string, ready bool) {
+		box.Slice(Slice{Name: name, Service: "default/echo", Endpoints: []Endpoint{{Addr: netip.MustParseAddr(addr),
+			Ports: []uint16{8080}, Ready: ready, Serving: ready}}})
+	}
+	set("default/echo-4", "10.0.2.5", true)
+	set("default/echo-6", "fd00::5", true)
+	box.Listed()
+	set("default/echo-4", "10.0.2.5", false)
+	now := time.Now()
+	node := newSpace("node", sizes{16, 1, 1, 16, 1})
+	forward := tupleOf(unix.IPPROTO_TCP, client, server)
+	node.packets.add(&packet{at: now.UnixNano(), tuple: forward, seq: 1, flags: syn})
+	node.packets.add(&packet{at: now.UnixNano() + 1, tuple: forward.reversed(), ack: 2, flags: rst | ack, out: true})
+	node.commits.add(&commit{generation: 7, since: now.UnixNano() - 1e6, at: now.UnixNano() + 1e6})
+	e := newEvidence(Failure{Client: client, Server: server, Protocol: unix.IPPROTO_TCP, Began: now, Failed: now})
+	e.objects = box.objects
+	gather([]*evidence{e}, []*space{node})
+	if cause, text := e.classify(); cause != "no ready endpoint" {
+		t.Errorf("cause is %q: %s; want %q", cause, text, "no ready endpoint")
+	}
+}
