@@ -17,7 +17,7 @@ var budget = map[string]int{
 	"internal/proxy":   28_220,
 	"internal/answers": 15_110,
 	"internal/gateway": 3_820,
-	"internal/lab":     10_290,
+	"internal/lab":     10_300,
 }
 
 // slack is how far below its budget a wing may be before the budget has to follow.
