@@ -17,7 +17,7 @@ var budget = map[string]int{
 	"internal/proxy":   28_350,
 	"internal/answers": 15_110,
 	"internal/gateway": 3_820,
-	"internal/lab":     10_400,
+	"internal/lab":     10_420,
 }
 
 // slack is how far below its budget a wing may be before the budget has to follow.

@@ -8,6 +8,7 @@ import (
 	"errors"
 	"fmt"
 	"net/http"
+	"regexp"
 	"sync"
 	"time"
 
@@ -25,6 +26,10 @@ type Bed struct {
 	OldImage string
 	// Outage is how long the API server is gone in the story about that.
 	Outage time.Duration
+	// Hooks chooses what servers of rolling updates do before they end, by name; nil is all. Rolls is how often each is
+	// rolled; zero is once.
+	Hooks *regexp.Regexp
+	Rolls int
 
 	// Reports is the directory for the records of the cluster, the logs of its containers, and the records of failures
 	// that nothing explains.

@@ -72,7 +72,7 @@ func (b *Bed) rollAll(ctx context.Context, hooks []hook) (err error) {
 			"--wait=true")
 		err = errors.Join(err, errDelete)
 	}()
-	for i, h := range hooks {
+	for i, h := range b.chosen(hooks) {
 		if err := b.applyRolling(ctx, h, fmt.Sprintf("first-%d", i)); err != nil {
 			return fmt.Errorf("%s: %w", h.name, err)
 		}
@@ -81,6 +81,16 @@ func (b *Bed) rollAll(ctx context.Context, hooks []hook) (err error) {
 		}
 	}
 	return nil
+}
+
+// chosen returns the hooks that are asked for, each as often as it is rolled.
+func (b *Bed) chosen(hooks []hook) (all []hook) {
+	for _, h := range hooks {
+		if b.Hooks == nil || b.Hooks.MatchString(h.name) {
+			all = append(all, slices.Repeat([]hook{h}, max(1, b.Rolls))...)
+		}
+	}
+	return all
 }
 
 // applyRolling applies the Deployment with a hook, and waits until no pod of the version before is left.

@@ -165,7 +165,7 @@ func Table(rows []Row) string {
 	var b strings.Builder
 	b.WriteString("| event | took | connections | failed | without a ready endpoint | held connections that broke | " +
 		"causes | tables without an owner |\n")
-	b.WriteString("|---|---|---|---|---|---|---|\n")
+	b.WriteString("|---|---|---|---|---|---|---|---|\n")
 	for _, r := range rows {
 		owner := "-"
 		if r.Unowned > 0 {

@@ -19,8 +19,9 @@ import (
 
 // testOptions are the flags of "cluster test".
 type testOptions struct {
-	run, old, reports string
-	outage            time.Duration
+	run, old, reports, hooks string
+	outage                   time.Duration
+	rolls                    int
 }
 
 func newTest(open opener) *cobra.Command {
@@ -40,6 +41,8 @@ func newTest(open opener) *cobra.Command {
 	cmd.Flags().StringVar(&o.reports, "report", "", "the directory for records of Nodes, EndpointSlices and "+
 		"pods, their logs, and failures without a known cause; by default records/TIME of the cluster's files")
 	cmd.Flags().DurationVar(&o.outage, "outage", 5*time.Minute, "how long the API server is gone")
+	cmd.Flags().StringVar(&o.hooks, "hooks", "", "roll only servers whose hook's name matches this regular expression")
+	cmd.Flags().IntVar(&o.rolls, "rolls", 1, "how often servers with each hook are rolled")
 	return cmd
 }
 
@@ -51,7 +54,11 @@ func (o *testOptions) tell(ctx context.Context, c *cluster.Cluster) (rows []stor
 	if err != nil {
 		return nil, fmt.Errorf("--run: %w", err)
 	}
-	bed := &stories.Bed{Cluster: c, OldImage: oldImage, Outage: o.outage, Reports: o.reports}
+	hooks, err := regexp.Compile(o.hooks)
+	if err != nil {
+		return nil, fmt.Errorf("--hooks: %w", err)
+	}
+	bed := &stories.Bed{Cluster: c, OldImage: oldImage, Outage: o.outage, Reports: o.reports, Hooks: hooks, Rolls: o.rolls}
 	if bed.Reports == "" {
 		bed.Reports = c.Records(time.Now())
 	}

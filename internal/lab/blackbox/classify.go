@@ -155,7 +155,7 @@ func noWayToEndpoint(e *evidence) string {
 	if !known {
 		return ""
 	}
-	all, _ := e.objects.at(s.Name, e.moment())
+	all, _ := e.objects.at(s.Name, e.Server.Addr(), e.moment())
 	var to []string
 	for _, a := range all[:min(len(all), 8)] {
 		to = append(to, fmt.Sprintf("%v (%s)", a.Addr, a.state()))
@@ -173,10 +173,10 @@ func noReadyEndpoint(e *evidence) string {
 	if r == nil || !known {
 		return ""
 	}
-	if ready, _ := e.objects.readyAt(s.Name, time.Unix(0, r.at)); ready > 0 {
+	if ready, _ := e.objects.readyAt(s.Name, e.Server.Addr(), time.Unix(0, r.at)); ready > 0 {
 		return ""
 	}
-	text := fmt.Sprintf("rejected by %s: %s", by(r), e.objects.words(s.Name, time.Unix(0, r.at)))
+	text := fmt.Sprintf("rejected by %s: %s", by(r), e.objects.words(s.Name, e.Server.Addr(), time.Unix(0, r.at)))
 	if nodes := e.objects.unready(e.moment()); nodes != "" {
 		text += "; " + nodes
 	}
@@ -190,11 +190,12 @@ func notProgrammedYet(e *evidence) string {
 		return ""
 	}
 	at := time.Unix(0, r.at)
-	_, since := e.objects.readyAt(s.Name, at)
-	if ready, _ := e.objects.readyAt(s.Name, since.Add(-1)); ready > 0 || at.Sub(since) > lately {
+	_, since := e.objects.readyAt(s.Name, e.Server.Addr(), at)
+	if ready, _ := e.objects.readyAt(s.Name, e.Server.Addr(), since.Add(-1)); ready > 0 || at.Sub(since) > lately {
 		return ""
 	}
-	return fmt.Sprintf("rejected by %s, which did not know yet: %s", by(r), e.objects.words(s.Name, at))
+	return fmt.Sprintf("rejected by %s, which did not know yet: %s", by(r),
+		e.objects.words(s.Name, e.Server.Addr(), at))
 }
 
 func noSuchService(e *evidence) string {
@@ -227,7 +228,7 @@ func tableChanged(e *evidence) string {
 		if is && o.space == r.space && c.near(r.at) {
 			return fmt.Sprintf("rejected by %s, although %s: nf_tables' transaction %d there, between %s and %s, was under "+
 				"way or just over, and its rules lacked the frontend for that moment", by(r),
-				e.objects.words(s.Name, time.Unix(0, r.at)), c.generation, instant(c.since), instant(c.at))
+				e.objects.words(s.Name, e.Server.Addr(), time.Unix(0, r.at)), c.generation, instant(c.since), instant(c.at))
 		}
 	}
 	return ""

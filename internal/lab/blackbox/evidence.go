@@ -45,10 +45,12 @@ type evidence struct {
 	notes   *ring[note]
 }
 
-// maxPackets bounds how many packets of one connection are evidence, maxOthers how many other records.
+// maxPackets bounds how many packets of one connection are evidence in each namespace: the first beginPackets and the
+// last of the others. maxOthers bounds how many other records are.
 const (
-	maxPackets = 400
-	maxOthers  = 400
+	maxPackets   = 100
+	beginPackets = 20
+	maxOthers    = 400
 	// slack is how much earlier than the client says its first packet may have left, and how long before a failure began
 	// changes matter.
 	slack  = 20 * time.Millisecond
@@ -189,13 +191,11 @@ func (s *search) followNumbers() {
 // collect copies the records of connections.
 func (s *search) collect() {
 	for _, sp := range s.spaces {
+		seen := map[*evidence]int{}
 		sp.packets.each(func(p *packet) {
-			e := s.tuples[p.tuple]
-			if e == nil || p.at < e.since() || p.at > e.until() {
-				return
-			}
-			if len(e.packets) < maxPackets {
-				e.packets = append(e.packets, sight{packet: *p, space: sp})
+			if e := s.tuples[p.tuple]; e != nil && p.at >= e.since() && p.at <= e.until() {
+				e.keep(sight{packet: *p, space: sp}, seen[e])
+				seen[e]++
 			}
 		})
 		sp.flows.each(func(f *flow) {
@@ -204,6 +204,17 @@ func (s *search) collect() {
 			}
 		})
 	}
+}
+
+// keep adds a packet that follows as many others in its namespace, instead of the oldest one after the beginning if
+// there are too many.
+func (e *evidence) keep(p sight, follows int) {
+	if follows < maxPackets {
+		e.packets = append(e.packets, p)
+		return
+	}
+	first := len(e.packets) - maxPackets
+	e.packets[first+beginPackets+(follows-beginPackets)%(maxPackets-beginPackets)] = p
 }
 
 // finish adds what is not found by tuples.
@@ -318,7 +329,7 @@ func (e *evidence) String() string {
 func (e *evidence) cluster() string {
 	var all []string
 	if s, known := e.objects.service(e.Server); known {
-		all = append(all, e.objects.words(s.Name, e.moment()))
+		all = append(all, e.objects.words(s.Name, e.Server.Addr(), e.moment()))
 	}
 	if a, translated := e.endpoint(); translated {
 		all = append(all, e.named(a))

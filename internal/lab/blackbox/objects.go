@@ -164,11 +164,18 @@ func (o *objects) service(to netip.AddrPort) (Service, bool) {
 	return Service{}, false
 }
 
-// at returns the endpoints of a Service at a time, and since when they are as they are.
-func (o *objects) at(service string, t time.Time) (all []Endpoint, since time.Time) {
+// at returns the endpoints of a Service at a time that have the family of a client's destination, and since when they
+// are as they are.
+func (o *objects) at(service string, to netip.Addr, t time.Time) (all []Endpoint, since time.Time) {
 	o.mu.Lock()
 	defer o.mu.Unlock()
+	other := func(v version) bool {
+		return len(v.endpoints) > 0 && v.endpoints[0].Addr.Unmap().Is4() != to.Unmap().Is4()
+	}
 	for _, versions := range o.slices[service] {
+		if slices.ContainsFunc(versions, other) {
+			continue // a slice has one family all its life
+		}
 		for i := len(versions) - 1; i >= 0; i-- {
 			if !versions[i].at.After(t) {
 				all = append(all, versions[i].endpoints...)
@@ -277,9 +284,9 @@ func (o *objects) unready(t time.Time) string {
 	return strings.Join(all, ", ")
 }
 
-// words list the endpoints of a Service at a time.
-func (o *objects) words(service string, t time.Time) string {
-	all, since := o.at(service, t)
+// words list the endpoints of a Service at a time, of a destination's family.
+func (o *objects) words(service string, to netip.Addr, t time.Time) string {
+	all, since := o.at(service, to, t)
 	if since.IsZero() {
 		return fmt.Sprintf("Service %s has no EndpointSlice", service)
 	}
@@ -293,9 +300,10 @@ func (o *objects) words(service string, t time.Time) string {
 		since.Format("15:04:05.000"))
 }
 
-// readyAt says how many endpoints of a Service were ready at a time, and since when its slices were as they were.
-func (o *objects) readyAt(service string, t time.Time) (ready int, since time.Time) {
-	all, since := o.at(service, t)
+// readyAt says how many endpoints of a Service, of a destination's family, were ready at a time, and since when its
+// slices were as they were.
+func (o *objects) readyAt(service string, to netip.Addr, t time.Time) (ready int, since time.Time) {
+	all, since := o.at(service, to, t)
 	for _, e := range all {
 		if e.Ready || e.Serving && e.Terminating {
 			ready++
