@@ -80,7 +80,7 @@ func (b *Bed) asWanted(ctx context.Context) error {
 		s := d.Status
 		if s.ObservedGeneration < d.Generation || s.UpdatedReplicas != *d.Spec.Replicas ||
 			s.AvailableReplicas != *d.Spec.Replicas || s.Replicas != *d.Spec.Replicas {
-			return fmt.Errorf("Deployment %s: %d available of %d", d.Name, s.AvailableReplicas, *d.Spec.Replicas)
+			return fmt.Errorf("only %[2]d of %[3]d replicas of Deployment %[1]s are available", d.Name, s.AvailableReplicas, *d.Spec.Replicas)
 		}
 	}
 	daemons, err := b.client.AppsV1().DaemonSets("").List(ctx, metav1.ListOptions{})
@@ -91,7 +91,7 @@ func (b *Bed) asWanted(ctx context.Context) error {
 		s := d.Status
 		if s.ObservedGeneration < d.Generation || s.UpdatedNumberScheduled != s.DesiredNumberScheduled ||
 			s.NumberAvailable != s.DesiredNumberScheduled || s.NumberMisscheduled > 0 {
-			return fmt.Errorf("DaemonSet %s: %d available of %d", d.Name, s.NumberAvailable, s.DesiredNumberScheduled)
+			return fmt.Errorf("only %[2]d of %[3]d pods of DaemonSet %[1]s are available", d.Name, s.NumberAvailable, s.DesiredNumberScheduled)
 		}
 	}
 	pods, err := b.client.CoreV1().Pods("").List(ctx, metav1.ListOptions{})
