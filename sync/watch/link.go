@@ -38,8 +38,8 @@ type Link struct {
 }
 
 const (
-	// linkPause is how often neighbours are asked, and linkShare how much later for each of them: no host sends or
-	// answers more than 200 questions a second, however large the segment is.
+	// linkPause is how often neighbours are asked, all at a time, or less often: linkShare for each of them. So no host
+	// sends or answers more than 200 questions a second on average, however large the segment is.
 	linkPause = 500 * time.Millisecond
 	linkShare = 5 * time.Millisecond
 	// A neighbour has failed that did not answer linkMisses questions in a row; after linkHits answers it is back.
@@ -198,8 +198,9 @@ func (l *Link) look(nodes map[string][]netip.Addr, known map[string]*neighbour) 
 		}
 		if asks.IsValid() {
 			n.judge(table[asks])
+			// A question that cannot be asked, as when the kernel's table is full, is one without an answer.
 			n.asked = true
-			err = errors.Join(err, askNeighbour(handle, device.Attrs().Index, asks, table[asks]))
+			_ = askNeighbour(handle, device.Attrs().Index, asks, table[asks])
 			answers = answers || !n.failed
 		}
 		out.Nodes[name] = snapshot.Neighbour{Addrs: at, MACs: n.macs, Failed: n.failed}
@@ -210,7 +211,7 @@ func (l *Link) look(nodes map[string][]netip.Addr, known map[string]*neighbour) 
 			out.Nodes[name] = n
 		}
 	}
-	return out, err
+	return out, nil
 }
 
 // neighboursOf returns the kernel's table of a device.
@@ -276,22 +277,29 @@ func onLink(addrs []netip.Addr, networks []netip.Prefix) (at ipfamily.Per[netip.
 // noAnswer are the states of an entry whose link-layer address the kernel does not know.
 const noAnswer = netlink.NUD_INCOMPLETE | netlink.NUD_FAILED
 
-// learn remembers the link-layer addresses by which a node's addresses are reached, the last maxMACs: also those of
-// entries that are gone, since frames of that node may still be on their way.
+// learn remembers the link-layer addresses by which a node's addresses are reached, also those of entries that are gone,
+// since frames of that node may still be on their way. Beyond maxMACs, only those of now are remembered.
 func (n *neighbour) learn(at ipfamily.Per[netip.Addr], table map[netip.Addr]*netlink.Neigh) {
+	var now []snapshot.MAC
 	for _, a := range at {
 		e := table[a]
 		if e == nil || e.State&noAnswer != 0 || len(e.HardwareAddr) != len(snapshot.MAC{}) {
 			continue
 		}
-		mac := snapshot.MAC(e.HardwareAddr)
-		if i, found := slices.BinarySearchFunc(n.macs, mac, compareMACs); !found {
-			n.macs = slices.Insert(slices.Clone(n.macs), i, mac)
-		}
-		if len(n.macs) > maxMACs {
-			n.macs = []snapshot.MAC{mac}
-		}
+		now = append(now, snapshot.MAC(e.HardwareAddr))
 	}
+	all := sortedMACs(slices.Concat(n.macs, now))
+	if len(all) > maxMACs {
+		all = sortedMACs(now)
+	}
+	if !slices.Equal(all, n.macs) { // those that were handed over are not changed
+		n.macs = all
+	}
+}
+
+func sortedMACs(macs []snapshot.MAC) []snapshot.MAC {
+	slices.SortFunc(macs, compareMACs)
+	return slices.Compact(macs)
 }
 
 func compareMACs(a, b snapshot.MAC) int { return slices.Compare(a[:], b[:]) }
