@@ -277,8 +277,8 @@ func onLink(addrs []netip.Addr, networks []netip.Prefix) (at ipfamily.Per[netip.
 // noAnswer are the states of an entry whose link-layer address the kernel does not know.
 const noAnswer = netlink.NUD_INCOMPLETE | netlink.NUD_FAILED
 
-// learn remembers the link-layer addresses by which a node's addresses are reached, also those of entries that are gone,
-// since frames of that node may still be on their way. Beyond maxMACs, only those of now are remembered.
+// learn remembers the link-layer addresses by which a node's addresses are reached, also those of entries that are
+// gone, since frames of that node may still be on their way. Beyond maxMACs, only those of now are remembered.
 func (n *neighbour) learn(at ipfamily.Per[netip.Addr], table map[netip.Addr]*netlink.Neigh) {
 	var now []snapshot.MAC
 	for _, a := range at {

@@ -80,7 +80,8 @@ func (b *Bed) asWanted(ctx context.Context) error {
 		s := d.Status
 		if s.ObservedGeneration < d.Generation || s.UpdatedReplicas != *d.Spec.Replicas ||
 			s.AvailableReplicas != *d.Spec.Replicas || s.Replicas != *d.Spec.Replicas {
-			return fmt.Errorf("only %[2]d of %[3]d replicas of Deployment %[1]s are available", d.Name, s.AvailableReplicas, *d.Spec.Replicas)
+			return fmt.Errorf("only %d of %d replicas of Deployment %s are available", s.AvailableReplicas, *d.Spec.Replicas,
+				d.Name)
 		}
 	}
 	daemons, err := b.client.AppsV1().DaemonSets("").List(ctx, metav1.ListOptions{})
@@ -91,7 +92,8 @@ func (b *Bed) asWanted(ctx context.Context) error {
 		s := d.Status
 		if s.ObservedGeneration < d.Generation || s.UpdatedNumberScheduled != s.DesiredNumberScheduled ||
 			s.NumberAvailable != s.DesiredNumberScheduled || s.NumberMisscheduled > 0 {
-			return fmt.Errorf("only %[2]d of %[3]d pods of DaemonSet %[1]s are available", d.Name, s.NumberAvailable, s.DesiredNumberScheduled)
+			return fmt.Errorf("only %d of %d pods of DaemonSet %s are available", s.NumberAvailable, s.DesiredNumberScheduled,
+				d.Name)
 		}
 	}
 	pods, err := b.client.CoreV1().Pods("").List(ctx, metav1.ListOptions{})
