@@ -199,11 +199,14 @@ func (h *hub) run(ctx context.Context, s *stream, until time.Time) {
 	h.barrier.join(s)
 	defer h.barrier.part(s)
 	var beat *time.Timer
+	made := make(chan struct{})
 	beat = time.AfterFunc(everywhere.Beat, func() {
+		<-made
 		if s.Send(everywhere.FromCollector{}, sendPatience) == nil {
 			beat.Reset(everywhere.Beat)
 		}
 	})
+	close(made)
 	defer beat.Stop()
 	for {
 		var m everywhere.FromNode

@@ -162,6 +162,8 @@ var fieldRows = []struct{ name, standard, good, bad, message string }{
 	{"VerdictConfiguration.secondChance", `on`, `observe`, `perhaps`,
 		`"perhaps" is not one of off, observe, on` + isLeast + `off`},
 	{"VerdictConfiguration.lastResort", `off`, `on`, `perhaps`, `"perhaps" is not one of off, on` + isDefault + "off"},
+	{"VerdictConfiguration.clientAddress", `masquerade`, `keep`, `local`,
+		`"local" is not one of masquerade, keep` + isDefault + "masquerade"},
 	{"VerdictConfiguration.pingServices", `true`, `false`, `perhaps`, noBool + isLeast + "false"},
 	{"VerdictConfiguration.rejectUnusedPorts", `true`, `false`, `perhaps`, noBool + isLeast + "false"},
 	{"VerdictConfiguration.metricsConnections", `service`, `endpoint`, `all`,

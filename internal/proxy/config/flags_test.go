@@ -54,6 +54,7 @@ func TestFlagNames(t *testing.T) {
 		"metrics-max-series",
 		"second-chance",
 		"last-resort",
+		"client-address",
 		"ping-services",
 		"reject-unused-ports",
 	)
@@ -253,6 +254,7 @@ func TestPolicyFlags(t *testing.T) {
 		"backend",
 		"behavior",
 		"bind-address",
+		"client-address",
 		"cluster-cidr",
 		"config",
 		"detect-local-mode",
