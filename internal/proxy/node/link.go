@@ -41,6 +41,9 @@ func newLinkAsk(w *configWatcher, node *nodeObject, opened *backends.Opened) *li
 	return a
 }
 
+// unable reports whether the backend cannot keep any client's address.
+func (a *linkAsk) unable() bool { return a == nil || a.cannot != nil }
+
 // take notes which Services ask.
 func (a *linkAsk) take(d snapshot.Delta) {
 	if a == nil || len(d.Services) == 0 {

@@ -334,7 +334,7 @@ func (p *proxy) policy() dataplane.Config {
 	policy := p.config.settings.Load().Policy
 	policy.NodeName, policy.IPVS = p.object.name, p.ipvs.effective(policy.IPVS)
 	policy.APIServer, policy.Records = p.apiServer, p.object.records.logs()
-	policy.CannotKeep = p.keep.cannot != nil
+	policy.CannotKeep = p.keep.unable()
 	return policy
 }
 

@@ -147,6 +147,9 @@ func (w *writer) service(s *snapshot.Service) {
 	if s.Limits != (snapshot.Limits{}) { // as backends
 		w.text("limits", s.Limits.String())
 	}
+	if s.ClientAddress != snapshot.ClientAddressDefault { // as backends
+		w.text("client-address", s.ClientAddress.String())
+	}
 }
 
 func (w *writer) backends(b *snapshot.Backends) {
