@@ -231,8 +231,14 @@ func TestSetsAreWhatNftMakes(t *testing.T) {
 	n := labtest.NewNft(t)
 	labtest.Run(t, h, text(t, st), n.Path, "-f", "-")
 	loaded := setAttributes(t, b.conn)
-	if len(written) != len(ipfamily.All)*int(nft.NumSets) {
-		t.Errorf("%d sets were written; want %d", len(written), len(ipfamily.All)*int(nft.NumSets))
+	want := 0
+	for s := range nft.NumSets {
+		if !s.IsIngress() { // which have a table only where there is a device
+			want += len(ipfamily.All)
+		}
+	}
+	if len(written) != want {
+		t.Errorf("%d sets were written; want %d", len(written), want)
 	}
 	for name, want := range loaded {
 		if got := written[name]; got != want {

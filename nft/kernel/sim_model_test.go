@@ -111,7 +111,8 @@ func TestCommittedThoughTablesWereNotSeen(t *testing.T) {
 	b := s.newBackend()
 	planner := dataplane.NewPlanner(simConfig(s.Rand))
 	change, _ := planner.Apply(newWalkWorld(s.Rand).snapshot(s.Rand), snapshot.Change{})
-	s.f.armed = []*trouble{{verb: verbTable, illness: closedBefore, skip: len(ipfamily.All)}}
+	// Before: both tables, and those at the ingress twice.
+	s.f.armed = []*trouble{{verb: verbTable, illness: closedBefore, skip: 3 * len(ipfamily.All)}}
 	if _, err := b.Apply(planner.State(), change); err != nil {
 		t.Errorf("Apply: %v", err)
 	}

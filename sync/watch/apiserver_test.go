@@ -230,7 +230,8 @@ func (s *apiServer) serializer() runtime.SerializerInfo {
 
 func (s *apiServer) encode(o runtime.Object, gv schema.GroupVersion) []byte {
 	var b bytes.Buffer
-	if err := apiTypes.EncoderForVersion(s.serializer().Serializer, gv).Encode(o, &b); err != nil {
+	// Encoding sets an object's kind, and two watches may have the same object.
+	if err := apiTypes.EncoderForVersion(s.serializer().Serializer, gv).Encode(o.DeepCopyObject(), &b); err != nil {
 		s.t.Errorf("encode %T: %v", o, err)
 	}
 	return b.Bytes()
