@@ -99,10 +99,8 @@ type track struct {
 	// evidence is when there was more of it than before, saying that cause. touched is that, or when the state changed.
 	evidence, touched time.Time
 	cause             snapshot.Cause
-	// outcome is that of the last probe, which ended at ended. mute says that nobody was answered for muteFor, and some
-	// were before.
+	// outcome is that of the last probe. mute says that nobody was answered for muteFor, and some were before.
 	outcome Outcome
-	ended   time.Time
 	mute    bool
 
 	// since is when the first evidence was read, and judged when the endpoint became unhealthy.
@@ -123,9 +121,10 @@ type track struct {
 	// trialEnd is when the ejection ends at the latest, and trial how long it lasts.
 	trialEnd time.Time
 	trial    time.Duration
-	// silence is how long the endpoint had to be silent before the last ejection.
+	// silence is how long the endpoint had to be silent before the last ejection. proven is when a client was found that
+	// it no longer accepts, and another endpoint does.
 	silence time.Duration
-	proof   proof
+	proven  time.Time
 
 	// asks says who asks for probes, and path for what path, if by HTTP, which it is once the endpoint is known to have
 	// accepted a client. missed is since when probes fail, and used says that it is in a pool as a last resort.
@@ -223,7 +222,7 @@ func (m *machine) found(now time.Time, k trackKey, o Outcome) (changed bool) {
 	t.probing = false
 	t.probes++
 	was := t.doubtful()
-	t.outcome, t.ended = o, now
+	t.outcome = o
 	switch {
 	case t.asks == asResort:
 		return m.foundResort(now, t, o)
@@ -261,7 +260,7 @@ func (t *track) doubtful() bool {
 
 // clear ends a suspicion. Evidence that comes within a pause leads to a probe after it.
 func (t *track) clear(now time.Time, most time.Duration) {
-	t.state, t.touched, t.due, t.missed, t.proof = cleared, now, time.Time{}, time.Time{}, proof{}
+	t.state, t.touched, t.due, t.missed = cleared, now, time.Time{}, time.Time{}
 	t.quiet = min(max(2*t.quiet, quietFirst), most)
 	t.quietUntil = now.Add(t.quiet)
 	if t.asks != unasked {
@@ -309,7 +308,7 @@ func (m *machine) fail(now time.Time, t *track, silence time.Duration) {
 		t.trial = 0
 	}
 	t.trial = min(max(2*t.trial, trialFirst), trialMost)
-	t.state, t.judged, t.touched, t.silence, t.proof = unhealthy, now, now, silence, proof{}
+	t.state, t.judged, t.touched, t.silence = unhealthy, now, now, silence
 	t.quiet, t.quietUntil, t.answering, t.missed = 0, time.Time{}, time.Time{}, time.Time{}
 	t.pause, t.announced, t.flush = recoverFirst, false, flush{ejected: t.flush.ejected}
 	t.due, t.trialEnd = now.Add(t.pause), now.Add(t.trial)
@@ -370,13 +369,8 @@ func (m *machine) advance(now time.Time) (changed []*track) {
 			changed = append(changed, t)
 		case t.state == doubted:
 			silence, yes := m.silent(now, t)
-			yes = yes && now.Sub(t.proof.found) < proofLasts
-			probed := now.Sub(t.ended) < proofLasts
-			if yes && !probed && !t.probing {
-				t.due = now // what forbade the last probe may be over
-			}
 			switch {
-			case yes && probed:
+			case yes && now.Sub(t.proven) < proofLasts:
 				m.fail(now, t, silence)
 				changed = append(changed, t)
 			case now.Sub(clock.Later(t.evidence, t.missed)) >= doubtMemory && !t.probing:

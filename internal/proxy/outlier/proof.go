@@ -6,57 +6,29 @@ import (
 	"time"
 
 	"github.com/verdict-proxy/verdict/sync/dataplane"
-	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
 const (
-	// maxCandidates bounds the endpoints for which a proof is looked for at a time, maxProofTries the looks for each, and
-	// maxDenied the clients that are remembered of each.
-	maxCandidates = 1024
+	// maxCandidates bounds the endpoints for which a proof is looked for at a time, and maxProofTries the looks for each.
+	maxCandidates = 32
 	maxProofTries = 64
-	maxDenied     = 16
-	// proofLasts is how long a proof holds, and what the last probe showed: until the decision.
+	// proofLasts is how long a proof holds: until the decision.
 	proofLasts = time.Second
-	// An endpoint whose silence means little, as of one with few clients, must have denied clients at fewMoments, or at
-	// two that lie fewSpan apart: a packet may get lost, but hardly four of a client in a row. If clients are refused,
-	// nothing is lost, and a moment less suffices: it must be over before their last try. On a busy node, a reading is of
-	// several moments.
-	fewMoments = 4
-	fewSpan    = 3 * time.Second
 )
 
-// proof is what clients were denied since an endpoint answered last, whom it accepted before.
-type proof struct {
-	since  time.Time
-	denied map[netip.Addr]*denials
-	// found is when another endpoint was last seen to have accepted one of the clients after that.
-	found time.Time
-}
-
-// denials are those of one client: what a policy forbids others says nothing about a packet of his.
-type denials struct {
-	// moments counts readings that saw later packets which were not accepted, and first and last are when the first and
-	// the last of them were sent.
-	moments     int
-	first, last time.Time
-}
-
-// candidates returns endpoints that answer nobody, and for which a proof is missing.
+// candidates returns endpoints that are silent, and for which a proof is missing.
 func (d *Detector) candidates(now time.Time) (list []*track) {
 	for _, t := range d.machine.tracks {
-		if t.state != suspected && t.state != doubted || t.asks == asResort || len(list) == maxCandidates {
-			continue
-		}
-		if last, _, known := d.machine.lastAnswer(t); known && now.Sub(last) >= readEvery {
+		if _, silent := d.machine.silent(now, t); t.state == doubted && silent && len(list) < maxCandidates {
 			list = append(list, t)
 		}
 	}
 	return list
 }
 
-// prove looks for clients whom the endpoints accepted before and do not accept now, and whom other endpoints of the
-// same Service accepted after that. A client that a policy begins to forbid the Service is accepted by none of them
-// from then on, and one that was always forbidden was never accepted: neither is a proof.
+// prove looks for clients whom the endpoints accepted before and do not accept now, though other endpoints of the same
+// Service do. A client that a policy forbids the Service is accepted by none of them, and one
+// that was always forbidden was never accepted: neither is a proof.
 func (d *Detector) prove() {
 	now := time.Now()
 	d.mu.Lock()
@@ -67,91 +39,40 @@ func (d *Detector) prove() {
 	}
 	var forsaken, accepted []dataplane.Pair
 	var err error
-	took := work(func() { forsaken, err = d.o.Evidence.Forsaken() })
-	d.mu.Lock()
-	candidates = d.denied(now, candidates, forsaken)
-	d.mu.Unlock()
-	if len(candidates) > 0 {
-		took += work(func() { accepted, err = d.o.Evidence.Accepted() })
-	}
+	took := work(func() {
+		if forsaken, err = d.o.Evidence.Forsaken(); err == nil && len(forsaken) > 0 {
+			accepted, err = d.o.Evidence.Accepted()
+		}
+	})
 	d.proveAt = time.Now().Add(min(readShare*took, mostReadPause))
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	if err != nil {
 		d.stats.ReadErrors++
 	}
-	byClient := map[netip.Addr][]dataplane.Pair{}
-	for _, p := range accepted {
-		byClient[p.Client] = append(byClient[p.Client], p)
-	}
-	for _, t := range candidates {
-		if d.machine.elsewhere(now, t, byClient) {
-			t.proof.found = now
-		}
-	}
-}
-
-// denied records what clients were denied, and returns the endpoints for which that suffices.
-func (d *Detector) denied(now time.Time, candidates []*track, forsaken []dataplane.Pair) (ready []*track) {
-	byEndpoint := map[netip.AddrPort][]dataplane.Pair{}
-	for _, p := range forsaken {
-		byEndpoint[p.Endpoint] = append(byEndpoint[p.Endpoint], p)
-	}
 	for _, t := range candidates {
 		last, _, known := d.machine.lastAnswer(t)
-		if !known {
-			continue
-		}
-		t.proof.add(now, last, byEndpoint[t.endpoint])
-		if _, silent := d.machine.silent(now, t); silent && len(t.proof.denied) > 0 {
-			ready = append(ready, t)
-		}
-	}
-	return ready
-}
-
-// add records the clients of a reading whom an endpoint did not accept since its last answer.
-func (p *proof) add(now, last time.Time, forsaken []dataplane.Pair) {
-	if last.Sub(p.since) > sameAnswer {
-		*p = proof{since: last, denied: map[netip.Addr]*denials{}}
-	}
-	for _, f := range forsaken {
-		at := now.Add(-f.Ago)
-		d := p.denied[f.Client]
-		switch {
-		case !at.After(last):
-		case d != nil && at.Sub(d.last) > sameAnswer:
-			d.moments, d.last = d.moments+1, at
-		case d == nil && len(p.denied) < maxDenied:
-			p.denied[f.Client] = &denials{moments: 1, first: at, last: at}
+		if known && proven(t, now.Sub(last), forsaken, accepted) {
+			t.proven = now
 		}
 	}
 }
 
-// elsewhere reports whether another endpoint of the Service accepted such a client after it was denied, and within the
-// second half of the silence.
-func (m *machine) elsewhere(now time.Time, t *track, accepted map[netip.Addr][]dataplane.Pair) bool {
-	tries, half := 0, now.Sub(t.proof.since)/2
-	for client, denied := range t.proof.denied {
-		if m.suffices(t, denied) && slices.ContainsFunc(accepted[client], func(p dataplane.Pair) bool {
-			after := now.Add(-p.Ago).Sub(denied.first)
-			if p.Endpoint == t.endpoint || after <= sameAnswer || p.Ago >= half || tries == maxProofTries {
-				return false
-			}
-			tries++
-			return slices.ContainsFunc(t.ports, func(sp *dataplane.ServicePort) bool { return has(sp, p.Endpoint) })
-		}) {
-			return true
+// proven says whether there is such a client of an endpoint that has been silent for a time: it was not accepted in
+// that time, and was elsewhere in the second half of it. If a policy has just begun to forbid the client all endpoints,
+// it was accepted elsewhere before that time, or at its beginning.
+func proven(t *track, silence time.Duration, forsaken, accepted []dataplane.Pair) bool {
+	waits, tries := map[netip.Addr]bool{}, 0
+	for _, p := range forsaken {
+		if p.Endpoint == t.endpoint && p.Ago < silence {
+			waits[p.Client] = true
 		}
 	}
-	return false
-}
-
-// suffices reports whether a client was denied often enough for an endpoint's silence to mean that it answers nobody.
-func (m *machine) suffices(t *track, d *denials) bool {
-	p, moments, span := m.answers.of[t.endpoint], fewMoments, fewSpan
-	if t.cause == snapshot.Refused {
-		moments, span = moments-1, span-resent
-	}
-	return p != nil && !p.few() || d.moments >= moments || d.last.Sub(d.first) >= span-sameAnswer
+	return slices.ContainsFunc(accepted, func(p dataplane.Pair) bool {
+		if p.Endpoint == t.endpoint || !waits[p.Client] || p.Ago >= silence/2 || tries == maxProofTries {
+			return false
+		}
+		tries++
+		return slices.ContainsFunc(t.ports, func(sp *dataplane.ServicePort) bool { return has(sp, p.Endpoint) })
+	})
 }
