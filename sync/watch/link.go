@@ -108,6 +108,8 @@ type linkWatch struct {
 	told   string
 	begun  time.Time
 	synced bool
+	// next is when the neighbours have had their time to answer: news do not make it shorter.
+	next time.Time
 }
 
 // firstLook is how long the neighbours may take to be known at the start.
@@ -123,9 +125,13 @@ func (w *linkWatch) step() (pause time.Duration) {
 	}
 	var now snapshot.Link
 	if asked {
-		pause = max(linkPause, time.Duration(len(nodes))*linkShare)
+		again := !time.Now().Before(w.next)
+		if again {
+			w.next = time.Now().Add(max(linkPause, time.Duration(len(nodes))*linkShare))
+		}
+		pause = max(time.Until(w.next), time.Millisecond)
 		var err error
-		if now, err = w.look(nodes, w.known); err != nil {
+		if now, err = w.look(nodes, w.known, again); err != nil {
 			if w.told != err.Error() {
 				w.told = err.Error()
 				w.report(fmt.Errorf("neighbours: %w; retrying", err))
@@ -166,8 +172,10 @@ type neighbour struct {
 	failed       bool
 }
 
-// look reads the kernel's table, takes what it says of each node, and has the kernel ask all of them again.
-func (l *Link) look(nodes map[string][]netip.Addr, known map[string]*neighbour) (out snapshot.Link, err error) {
+// look reads the kernel's table and takes what it says of each node. With again, it also judges who has answered, and
+// has the kernel ask all of them anew.
+func (l *Link) look(nodes map[string][]netip.Addr, known map[string]*neighbour, again bool) (out snapshot.Link,
+	err error) {
 	handle, err := l.handle()
 	if err != nil {
 		return out, err
@@ -196,13 +204,13 @@ func (l *Link) look(nodes map[string][]netip.Addr, known map[string]*neighbour) 
 		if !asks.IsValid() {
 			asks = at[ipfamily.IPv6]
 		}
-		if asks.IsValid() {
+		if asks.IsValid() && again {
 			n.judge(table[asks])
 			// A question that cannot be asked, as when the kernel's table is full, is one without an answer.
 			n.asked = true
 			_ = askNeighbour(handle, device.Attrs().Index, asks, table[asks])
-			answers = answers || !n.failed
 		}
+		answers = answers || asks.IsValid() && !n.failed
 		out.Nodes[name] = snapshot.Neighbour{Addrs: at, MACs: n.macs, Failed: n.failed}
 	}
 	if !answers { // then it is this host that is cut off, or nobody has been asked

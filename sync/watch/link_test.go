@@ -1,8 +1,10 @@
 package watch
 
 import (
+	"maps"
 	"net/netip"
 	"testing"
+	"time"
 
 	"github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
@@ -66,6 +68,17 @@ func TestLink(t *testing.T) {
 			n["c"].Addrs[0] == netip.MustParseAddr("192.0.2.4") && n["far"].Addrs == [2]netip.Addr{} && len(n["far"].MACs) == 0
 	})
 	failed := func(name string) bool { return v.snap.Link.Nodes[name].Failed }
+	nodes := map[string][]netip.Addr{"b": ips("192.0.2.3"), "c": ips("192.0.2.4"), "d": ips("2001:db8::5"),
+		"silent": ips("192.0.2.99")}
+	begun := time.Now()
+	for range 20 { // news about other nodes are no reason to give up this one sooner
+		l.SetNodes(maps.Clone(nodes))
+		time.Sleep(time.Millisecond)
+	}
+	v.await("a node that never answered has failed", func() bool { return failed("silent") && !failed("b") })
+	if took := time.Since(begun); took < linkMisses*linkPause {
+		t.Errorf("a node had %v to answer %d questions", took, linkMisses)
+	}
 	must(t, there.AddrDel(peer, addr(t, "192.0.2.3/24")))
 	v.await("b has failed, and no other", func() bool { return failed("b") && !failed("c") && !failed("d") })
 	if m := v.snap.Link.Nodes["b"].MACs; len(m) != 1 || m[0] != mac {

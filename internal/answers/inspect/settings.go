@@ -40,7 +40,8 @@ func settingsOf(x *dataplane.Explanation) (list []Setting) {
 		kept = ""
 	}
 	add(svc.ClientAddress == snapshot.ClientAddressKeep, "client-address",
-		"keep: where nodes are neighbours, other nodes' shares are passed on before this", kept)
+		"keep: where clientAddress allows it and nodes are neighbours, others' shares are passed on before this",
+		kept)
 	add(svc.ClientAddress == snapshot.ClientAddressMasquerade, "client-address", "masquerade", kept)
 	add(svc.SlowStart > 0, "slow-start", units.Span(svc.SlowStart), "")
 	add(svc.Counters == snapshot.CountersFirst, "counters", "true", "")

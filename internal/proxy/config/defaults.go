@@ -95,7 +95,7 @@ func (d *Document) setDefaults(behavior string) {
 	orPointer(&v.LedgerMaxMiB, 64)
 	orDefault(&v.Records, "off")
 	orDefault(&v.LastResort, "off")
-	orDefault(&v.ClientAddress, "masquerade")
+	orDefault(&v.ClientAddress, "off")
 	orPointer(&v.RecordsMemoryMiB, 32)
 }
 

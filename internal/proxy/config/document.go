@@ -59,7 +59,7 @@ type VerdictConfiguration struct {
 	SecondChance Switch `json:"secondChance"`
 	// LastResort selects whether Services without a usable endpoint use those that are not ready: off or on.
 	LastResort Switch `json:"lastResort"`
-	// ClientAddress selects whether clients of load balancer Services keep their address: masquerade or keep.
+	// ClientAddress selects which Services keep their clients' address: off, annotated or keep.
 	ClientAddress string `json:"clientAddress"`
 	// PingServices makes cluster IPs and load balancer addresses answer a ping. The default is true.
 	PingServices *bool `json:"pingServices"`

@@ -163,9 +163,9 @@ var fields = []field{
 		"node; see [below](#endpoints-that-do-not-answer-or-refuse)", oneOf("off", "observe", "on")},
 	{verdictKind + ".lastResort", Live, "`on` lets a Service without any usable endpoint use those that are not ready " +
 		"and answer a probe of this node; see [below](#the-last-resort)", oneOf("off", "on")},
-	{verdictKind + ".clientAddress", Live, "`keep` keeps the addresses of clients of load balancer Services with " +
-		"`externalTrafficPolicy: Cluster`, where nodes are neighbours; see [below](#the-clients-address)",
-		oneOf("masquerade", "keep")},
+	{verdictKind + ".clientAddress", Live, "which Services with `externalTrafficPolicy: Cluster` keep the addresses of " +
+		"their clients, where nodes are neighbours: `annotated` those that ask for it, `keep` all load balancer " +
+		"Services, too, `off` none; see [below](#the-clients-address)", oneOf("off", "annotated", "keep")},
 	{verdictKind + ".pingServices", Live, "let cluster IPs and load balancer addresses answer pings while a Service " +
 		"has an endpoint there; see [below](#ping-unused-ports-and-nodes-without-endpoints)", nil},
 	{verdictKind + ".rejectUnusedPorts", Live, "reject packets from outside to unused ports of load balancer " +

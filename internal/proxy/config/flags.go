@@ -121,8 +121,9 @@ var policyFlags = []option{
 		verdictKind+".secondChance"),
 	word("last-resort", "off|on", "whether a Service without any usable endpoint uses those that are not ready and "+
 		"answer a probe of this node (default off)", verdictKind+".lastResort"),
-	word("client-address", "masquerade|keep", "whether clients of load balancer Services keep their address, where nodes "+
-		"are neighbours (default masquerade)", verdictKind+".clientAddress"),
+	word("client-address", "off|annotated|keep", "which Services keep their clients' addresses, where nodes are "+
+		"neighbours: none, those that ask for it, or all load balancer Services, too (default off)",
+		verdictKind+".clientAddress"),
 	sets("ping-services", "let cluster IPs and load balancer addresses with an endpoint answer a ping (default true)",
 		verdictKind+".pingServices"),
 	sets("reject-unused-ports", "reject packets from outside to unused ports of load balancer addresses (default true)",

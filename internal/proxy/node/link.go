@@ -19,8 +19,8 @@ type linkAsk struct {
 	link *watch.Link
 	// wanted is closed once the other Nodes are to be read.
 	wanted chan struct{}
-	// setting says whether the settings ask, and cannot why the backend cannot keep any address; nil if it can.
-	setting func() bool
+	// setting is the field clientAddress, and cannot says why the backend cannot keep any address; nil if it can.
+	setting func() string
 	cannot  error
 	log     *slog.Logger
 
@@ -28,12 +28,13 @@ type linkAsk struct {
 	services map[snapshot.Name]bool // that ask
 	synced   bool
 	asked    bool // since the start
+	told     bool // that the settings leave Services that ask for it as they are
 }
 
 func newLinkAsk(w *configWatcher, node *nodeObject, opened *backends.Opened) *linkAsk {
 	log := w.log.Logger
 	a := &linkAsk{link: watch.NewLink(node.addrs, reporter(log)), wanted: make(chan struct{}), log: log,
-		setting: func() bool { return w.settings.Load().Policy.KeepClientAddress },
+		setting: func() string { return w.settings.Load().Document.Verdict.ClientAddress },
 		cannot:  errCannotKeep, services: map[snapshot.Name]bool{}}
 	if opened.KeepSupported != nil {
 		a.cannot = opened.KeepSupported()
@@ -82,7 +83,13 @@ func (a *linkAsk) decide() {
 	if !a.synced {
 		return
 	}
-	asks := len(a.services) > 0 || a.setting()
+	// The operator decides: every node would watch all Nodes and ask its neighbours, for one annotation of a tenant.
+	setting := a.setting()
+	if setting == "off" && len(a.services) > 0 && !a.told {
+		a.told = true
+		a.log.Info("Services ask to keep their clients' addresses; clientAddress: annotated would allow it")
+	}
+	asks := setting == "keep" || setting == "annotated" && len(a.services) > 0
 	if asks && !a.asked {
 		a.asked = true
 		if a.cannot == nil {

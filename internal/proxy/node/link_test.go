@@ -67,7 +67,8 @@ func TestClientAddress(t *testing.T) {
 	logs := make([]logBuffer, len(s.Nodes))
 	for i, n := range s.Nodes {
 		startProxy(t, n, &logs[i], "--from", file, "--hostname-override="+n.Name,
-			"--cluster-cidr=10.244.0.0/16,fd00:244::/32", "--healthz-bind-address=127.0.0.1:10256")
+			"--cluster-cidr=10.244.0.0/16,fd00:244::/32", "--healthz-bind-address=127.0.0.1:10256",
+			"--client-address=annotated")
 	}
 	dial := func(p snapshot.Protocol, f ipfamily.Family) (by string, kept bool) {
 		r := s.Outside.Dial(p, netip.AddrPortFrom(s.VIP[f], 80), lab.Options{Timeout: 400 * time.Millisecond})
