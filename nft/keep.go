@@ -169,13 +169,19 @@ func compileKept(id portID, from *dataplane.Keep) (k kept) {
 	}
 	size := from.Slots()
 	k.class = keepClass(slices.Index(dataplane.KeepSizes[:], size), from.ByAddr)
-	weights, hashes, sum, seed := make([]int, len(from.Nodes)), make([]uint64, len(from.Nodes)), 0, keptID(id, "").hash()
+	var weights, places []int
+	var hashes []uint64
+	sum, seed := 0, keptID(id, "").hash()
 	for i, n := range from.Nodes {
 		k.nodes = append(k.nodes, keptNode{name: n.Name, addr: n.Addr, own: n.Own})
-		weights[i], hashes[i] = int(n.Weight), nodeHash(seed, n.Name)
-		sum += weights[i]
+		if n.Weight > 0 {
+			weights, hashes, places = append(weights, int(n.Weight)), append(hashes, nodeHash(seed, n.Name)), append(places, i)
+			sum += int(n.Weight)
+		}
 	}
-	k.slots = maglevTable(hashes, apportion(weights, sum, max(size, len(weights))))
+	for _, at := range maglevTable(hashes, apportion(weights, sum, max(size, len(weights)))) {
+		k.slots = append(k.slots, places[at])
+	}
 	return k
 }
 
