@@ -123,6 +123,7 @@ func keepChains(s Structure, f ipfamily.Family) []Chain {
 		{ID: KeepFragments.id(), Comment: "fragments without ports follow the first one", Rules: []Rule{
 			{OfFamily{}, SetPriority{Key: fragmentKey, Map: KeptFragments}, Goto{KeepForward.id()}}, {Accept{}}}},
 		{ID: KeepIngress.id(), Hook: &Hook{"filter", "ingress", priorityIngress}, Device: s.Device, Rules: []Rule{
+			{NotForHere{}, Accept{}},
 			{Ethernet{}, SetLookup{Key: Concat{Fields: []Field{EtherSource}}, Set: NodeMACs}, Accept{}},
 			{OfFamily{}, LaterFragment{}, Goto{KeepFragments.id()}},
 			find(KeepFlow),
@@ -338,6 +339,12 @@ func (OfFamily) text(ipfamily.Family) string { return "" }
 type Ethernet struct{}
 
 func (Ethernet) text(ipfamily.Family) string { return "" }
+
+// NotForHere matches frames that are for another host, which a link or a device that listens to all of them passes up,
+// and frames for several hosts. IP forwards none of them either.
+type NotForHere struct{}
+
+func (NotForHere) text(ipfamily.Family) string { return "meta pkttype != host" }
 
 // Forward sends the packet by the interface by which it came in, to the neighbour whose address a map holds for a key.
 // Without one, it does nothing.

@@ -32,7 +32,7 @@ var (
 	nobodysMAC             = net.HardwareAddr{2, 0, 0, 0, 0, 9}
 )
 
-// neighbour tells a host the link-layer address of another.
+// benchNeighbour tells a host the link-layer address of another.
 func benchNeighbour(b *testing.B, h *lab.Host, a netip.Addr, mac net.HardwareAddr) {
 	l, err := h.Netlink().LinkByName("eth0")
 	labtest.Check(b, err)
@@ -40,10 +40,11 @@ func benchNeighbour(b *testing.B, h *lab.Host, a netip.Addr, mac net.HardwareAdd
 		State: netlink.NUD_PERMANENT, IP: a.AsSlice(), HardwareAddr: mac}))
 }
 
-func newPassage(b *testing.B, n *lab.Net, name string, to string) *passage {
+func newPassage(b *testing.B, n *lab.Net, name, at string) *passage {
 	p := &passage{sender: labtest.NewHost(b, n, name+"-from"), node: labtest.NewHost(b, n, name),
-		to: netip.MustParseAddrPort(to)}
-	labtest.Check(b, lab.Link(lab.End{Host: p.sender, Link: "eth0"}, lab.End{Host: p.node, Link: "eth0"}, lab.LinkOptions{}))
+		to: netip.MustParseAddrPort(at)}
+	from, to := lab.End{Host: p.sender, Link: "eth0"}, lab.End{Host: p.node, Link: "eth0"}
+	labtest.Check(b, lab.Link(from, to, lab.LinkOptions{}))
 	labtest.Check(b, p.sender.AddAddr("eth0", netip.PrefixFrom(benchSender, 24)))
 	labtest.Check(b, p.node.AddAddr("eth0", netip.PrefixFrom(benchNode, 24)))
 	labtest.Check(b, p.node.Forward())
@@ -61,8 +62,8 @@ func newPassage(b *testing.B, n *lab.Net, name string, to string) *passage {
 	return p
 }
 
-// proxied writes a Service with the passage's address whose endpoint is on the neighbour.
-func (p *passage) proxied(b *testing.B, address snapshot.ClientAddress) *passage {
+// serve writes a Service with the passage's address whose endpoint is on the neighbour.
+func (p *passage) serve(b *testing.B, address snapshot.ClientAddress) *passage {
 	svc := &snapshot.Service{Name: keepService, ClientAddress: address, LoadBalancerIPs: []netip.Addr{p.to.Addr()},
 		ClusterIPs: []netip.Addr{addr("10.96.0.80")}, Ports: []snapshot.Port{{Protocol: snapshot.UDP, Port: p.to.Port()}}}
 	slice := &snapshot.Slice{Name: keepService, Service: svc.Name.Name, Ports: []snapshot.SlicePort{
@@ -125,10 +126,10 @@ func BenchmarkClientAddress(b *testing.B) {
 	nowhere := newPassage(b, n, "nowhere", "203.0.113.10:80")
 	benchNeighbour(b, nowhere.sender, benchNode, nobodysMAC)
 	routed, tracked := newPassage(b, n, "routed", "203.0.113.10:80"), newPassage(b, n, "tracked", "203.0.113.10:80")
-	labtest.Run(b, tracked.node, "table ip t { chain c { type filter hook prerouting priority 0; ct state invalid drop; }; }",
-		"nft", "-f", "-")
-	kept := newPassage(b, n, "kept", "203.0.113.10:80").proxied(b, snapshot.ClientAddressKeep)
-	masqueraded := newPassage(b, n, "masqueraded", "203.0.113.10:80").proxied(b, snapshot.ClientAddressMasquerade)
+	const tracks = "table ip t { chain c { type filter hook prerouting priority 0; ct state invalid drop; }; }"
+	labtest.Run(b, tracked.node, tracks, "nft", "-f", "-")
+	kept := newPassage(b, n, "kept", "203.0.113.10:80").serve(b, snapshot.ClientAddressKeep)
+	masqueraded := newPassage(b, n, "masqueraded", "203.0.113.10:80").serve(b, snapshot.ClientAddressMasquerade)
 	all := []*passage{nowhere, routed, tracked, kept, masqueraded}
 	for _, p := range all { // which makes the flows known
 		before := p.received(b)

@@ -33,8 +33,8 @@ func TestClientAddressFlooded(t *testing.T) {
 	}
 }
 
-// TestClientAddressForged: a frame with the link-layer address of a node is translated where it comes in, as with policy
-// Cluster, and no source range lets it pass that does not let its sender pass.
+// TestClientAddressForged: a frame with the link-layer address of a node is translated where it comes in, as with
+// policy Cluster, and no source range lets it pass that does not let its sender pass.
 func TestClientAddressForged(t *testing.T) {
 	s := newSegment(t)
 	s.learn(s.service(nil, 1))

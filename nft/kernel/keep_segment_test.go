@@ -261,11 +261,13 @@ func (s *segment) arrive(rate int) (stop func() (by map[string]int, failed []lab
 type hops struct{ first, forwarded, again int }
 
 // watch has the nodes count the packets to the Service's addresses that come in, by how many hops they have made since
-// the client. It returns what each has counted.
+// the client. It returns what each has counted. A reset of a connection that no node knows any more counts for nothing:
+// whatever the policy, a node sends it to the router, as it has no such address, and the router sends it back.
 func (s *segment) watch() func() []hops {
 	s.t.Helper()
 	var rules strings.Builder
-	for counter, ttl := range map[string]string{"first": "63", "forwarded": "62", "again": "< 62"} {
+	for counter, ttl := range map[string]string{"first": "63", "forwarded": "62", "again": "< 62 tcp flags & rst == 0",
+		"more": "< 62 meta l4proto != tcp"} {
 		fmt.Fprintf(&rules, "meta pkttype host ip daddr %v ip ttl %s counter name %s\n", s.VIP[0], ttl, counter)
 		fmt.Fprintf(&rules, "meta pkttype host ip6 daddr %v ip6 hoplimit %s counter name %s\n", s.VIP[1], ttl, counter)
 	}
@@ -274,6 +276,7 @@ func (s *segment) watch() func() []hops {
 			counter first { }
 			counter forwarded { }
 			counter again { }
+			counter more { }
 			chain c { type filter hook ingress device "eth0" priority -500; `+rules.String()+`}
 		}`, "nft", "-f", "-")
 	}
@@ -288,7 +291,7 @@ func (s *segment) watch() func() []hops {
 				counts[m[1]], err = strconv.Atoi(m[2])
 				labtest.Check(s.t, err)
 			}
-			out = append(out, hops{counts["first"], counts["forwarded"], counts["again"]})
+			out = append(out, hops{counts["first"], counts["forwarded"], counts["again"] + counts["more"]})
 		}
 		return out
 	}
