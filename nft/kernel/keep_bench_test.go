@@ -134,7 +134,7 @@ func BenchmarkClientAddress(b *testing.B) {
 	for _, p := range all { // which makes the flows known
 		before := p.received(b)
 		p.send(b, flows, 2)
-		if came := p.received(b) - before; came != 2*flows && p != nowhere {
+		if came := p.received(b) - before; came < 2*flows && p != nowhere {
 			b.Fatalf("%s sent %d of %d packets on", p.node.Name, came, 2*flows)
 		}
 		p.took = nil

@@ -3,6 +3,7 @@ package kernel
 import (
 	"flag"
 	"fmt"
+	"net"
 	"net/netip"
 	"regexp"
 	"slices"
@@ -261,13 +262,19 @@ func (s *segment) arrive(rate int) (stop func() (by map[string]int, failed []lab
 type hops struct{ first, forwarded, again int }
 
 // watch has the nodes count the packets to the Service's addresses that come in, by how many hops they have made since
-// the client. It returns what each has counted. A reset of a connection that no node knows any more counts for nothing:
-// whatever the policy, a node sends it to the router, as it has no such address, and the router sends it back.
+// the client, and those that a node sends as a third hop or later. It returns what each has counted. What nobody
+// translates, as a reset of a connection that no node knows any more, counts for nothing: whatever the policy, a node
+// sends it to the router, as it has no such address, and the router sends it back.
 func (s *segment) watch() func() []hops {
 	s.t.Helper()
 	var rules strings.Builder
-	for counter, ttl := range map[string]string{"first": "63", "forwarded": "62", "again": "< 62 tcp flags & rst == 0",
-		"more": "< 62 meta l4proto != tcp"} {
+	var macs []string
+	for _, n := range s.nodes {
+		macs = append(macs, net.HardwareAddr(n.mac[:]).String())
+	}
+	again := "< 62 ether saddr { " + strings.Join(macs, ", ") + " } "
+	for counter, ttl := range map[string]string{"first": "63", "forwarded": "62", "again": again + "tcp flags & rst == 0",
+		"more": again + "meta l4proto != tcp"} {
 		fmt.Fprintf(&rules, "meta pkttype host ip daddr %v ip ttl %s counter name %s\n", s.VIP[0], ttl, counter)
 		fmt.Fprintf(&rules, "meta pkttype host ip6 daddr %v ip6 hoplimit %s counter name %s\n", s.VIP[1], ttl, counter)
 	}
