@@ -191,6 +191,11 @@ soak: tools ## run the long random test, 10,000 syncs to find leaks, and 1,000 k
 	$(GO) test ./nft/kernel -run 'TestWalk|TestLeaks' -walk.steps 100000 -walk.syncs 10000 -timeout 60m -v
 	$(GO) test ./cmd/verdict -run TestKilled -kills 1000 -timeout 30m -v
 
+# A packet's cost, by turns with nodes that route it, and everything of TestClientAddress* at its full size.
+client-address: tools ## send 60,000 connections whose address is kept, hold 1,000 while endpoints move, and measure a packet
+	$(GO) test ./nft/kernel -run TestClientAddress -keep.connections 10000 -keep.held 1000 -keep.rate 500 -keep.news 1000 -v
+	$(GO) test ./nft/kernel -run XXX -bench BenchmarkClientAddress -benchtime 5x -count 3
+
 SIM_STEPS ?= 100000
 SIM_FIRST ?= 1
 simulate: ## simulate SIM_STEPS steps of the whole line over a kernel in memory, from seed SIM_FIRST on: half a millisecond each

@@ -10,9 +10,9 @@ import (
 // in the commit what the lines are for, and what they replace.
 var budget = map[string]int{
 	"cmd":              4_800,
-	"nft":              19_430,
+	"nft":              19_445,
 	"ipvsplugin":       3_270,
-	"sync":             15_900,
+	"sync":             15_910,
 	"internal/system":  7_660,
 	"internal/proxy":   28_270,
 	"internal/answers": 15_120,
