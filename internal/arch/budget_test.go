@@ -10,11 +10,11 @@ import (
 // in the commit what the lines are for, and what they replace.
 var budget = map[string]int{
 	"cmd":              4_800,
-	"nft":              19_445,
+	"nft":              19_450,
 	"ipvsplugin":       3_270,
 	"sync":             15_910,
-	"internal/system":  7_660,
-	"internal/proxy":   28_270,
+	"internal/system":  8_250,
+	"internal/proxy":   28_190,
 	"internal/answers": 15_120,
 	"internal/gateway": 3_820,
 	"internal/lab":     10_420,

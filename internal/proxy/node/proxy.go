@@ -215,7 +215,7 @@ func runProxy(ctx context.Context, socket *os.File, w *configWatcher, life lifet
 	choice := &ipvsChoice{log: log, missing: events.missing, backend: opened.Mode, probe: opened.ProbeScheduler}
 	p := &proxy{config: w, object: object, keep: keep, events: events, updates: make(chan configUpdate),
 		apiServer: apiServer(s), ipvs: choice}
-	v.checks = newHostChecks(log, p.policy, object.last.Load)
+	v.checks = newHostChecks(log, p, opened)
 	choice.warnIgnored(s.Policy.IPVS)
 	log.Info("starting verdict", "version", Version(), "node", name, "from", s.Manifests, "mode", opened.Mode,
 		"owns_tables", opened.Owns != nil)
