@@ -65,12 +65,17 @@ func (c *Cluster) file(name ...string) string {
 }
 
 // Up starts the cluster and waits until all nodes are Ready. What is left of a former cluster is removed first; a
-// cluster that runs is an error.
-func (c *Cluster) Up(ctx context.Context) error {
+// cluster that runs is an error, and so is another process that starts or ends one just now.
+func (c *Cluster) Up(ctx context.Context) (err error) {
+	unlock, err := c.lock()
+	if err != nil {
+		return err
+	}
+	defer func() { err = errors.Join(err, unlock()) }()
 	if c.running("etcd") {
 		return fmt.Errorf("a cluster runs already, with its files in %s", c.dir)
 	}
-	if err := c.Down(); err != nil {
+	if err := c.down(); err != nil {
 		return err
 	}
 	programs, err := c.programs(ctx)
@@ -79,12 +84,12 @@ func (c *Cluster) Up(ctx context.Context) error {
 	}
 	c.Log("starting the control plane")
 	if err := errors.Join(c.makeNetwork(), c.startPlane(ctx, programs)); err != nil {
-		return errors.Join(err, c.Down())
+		return errors.Join(err, c.down())
 	}
 	for _, n := range c.Nodes {
 		c.Log("starting %s", n.Name)
 		if err := n.Start(ctx); err != nil {
-			return errors.Join(err, c.Down())
+			return errors.Join(err, c.down())
 		}
 	}
 	if err := c.loadWorkload(ctx); err != nil {
@@ -97,8 +102,16 @@ func (c *Cluster) Up(ctx context.Context) error {
 }
 
 // Down ends everything that Up started, and removes its namespaces. It succeeds if there is nothing. Logs and built
-// programs stay.
+// programs stay. Another process that starts or ends a cluster just now is an error.
 func (c *Cluster) Down() error {
+	unlock, err := c.lock()
+	if err != nil {
+		return err
+	}
+	return errors.Join(c.down(), unlock())
+}
+
+func (c *Cluster) down() error {
 	var errs []error
 	for _, n := range c.Nodes {
 		errs = append(errs, n.Stop())
