@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"path/filepath"
 	"slices"
 	"strings"
 
@@ -23,6 +24,8 @@ type program struct {
 	image string
 	// at is where the image has the program. A container without a command runs the first program of its image.
 	at string
+	// beside is the name of a directory beside the program, which the image has in its place; empty for the program.
+	beside string
 	// tools says that the image has a shell, iptables and the like, too. They are those of this machine.
 	tools bool
 }
@@ -126,7 +129,9 @@ func adaptContainer(c map[string]any, programs []program, paths, mounted map[str
 		if err != nil {
 			return err
 		}
-		c["env"] = append(env, map[string]any{"name": "PATH", "value": "/usr/sbin:/usr/bin:/sbin:/bin"})
+		if !slices.ContainsFunc(env, func(v any) bool { return v.(map[string]any)["name"] == "PATH" }) {
+			c["env"] = append(env, map[string]any{"name": "PATH", "value": "/usr/sbin:/usr/bin:/sbin:/bin"})
+		}
 	}
 	return mountPrograms(c, has, tools, paths, mounted)
 }
@@ -144,7 +149,11 @@ func mountPrograms(c map[string]any, has []program, tools bool, paths, mounted m
 		mounts = append(mounts, map[string]any{"name": mounted[path], "mountPath": at, "readOnly": true})
 	}
 	for _, p := range has {
-		mount(paths[p.peer], p.at)
+		path := paths[p.peer]
+		if p.beside != "" {
+			path = filepath.Join(filepath.Dir(path), p.beside)
+		}
+		mount(path, p.at)
 	}
 	if tools {
 		// The kernel has no modules here, and their directory would be within one of the tools'.

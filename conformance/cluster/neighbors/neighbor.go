@@ -29,9 +29,9 @@ type Neighbor struct {
 
 	// module is the directory of conformance/peers whose go.mod has the version, and source the module's path.
 	module, source string
-	// manifest is a file in the source.
-	manifest string
-	programs []program
+	// manifest is a file in the source; own is a manifest in its place, where that needs more than runs here.
+	manifest, own string
+	programs      []program
 	// settings are replaced in the manifest: what is there, and what replaces it, by turns.
 	settings []string
 	// workloads are what must be rolled out: a namespace and a resource.
@@ -44,7 +44,7 @@ type Neighbor struct {
 
 // All are the neighbors there are.
 var All = []Neighbor{
-	flannel("vxlan"), flannel("host-gw"), kubeRouter, kubeNetworkPolicies, metalLB, coreDNS,
+	flannel("vxlan"), flannel("host-gw"), kubeRouter, cilium, kubeNetworkPolicies, metalLB, coreDNS,
 }
 
 // Names are those of All.
@@ -89,7 +89,7 @@ func (n *Neighbor) Build(ctx context.Context, c *cluster.Cluster) (version strin
 func (n *Neighbor) build(ctx context.Context, c *cluster.Cluster) (map[string]string, error) {
 	var names []string
 	for i := range n.programs {
-		if name := n.programs[i].peer; name != "" {
+		if name := n.programs[i].peer; name != "" && n.programs[i].beside == "" {
 			names = append(names, name)
 		}
 	}
@@ -141,6 +141,9 @@ func (n *Neighbor) Install(ctx context.Context, c *cluster.Cluster) error {
 
 // text returns the manifest with the settings, and with programs of this machine in place of images.
 func (n *Neighbor) text(ctx context.Context, c *cluster.Cluster, paths map[string]string) (string, error) {
+	if n.own != "" {
+		return adapt(n.own, n.programs, paths)
+	}
 	dir, err := c.PeerSource(ctx, n.module, n.source)
 	if err != nil {
 		return "", err
