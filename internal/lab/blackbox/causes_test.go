@@ -245,7 +245,7 @@ func entryDeletes(r *rig) {
 			}
 			return netlink.ConntrackTableFlush(netlink.ConntrackTable)
 		}))
-	}), "entry deleted", "in node was deleted")
+	}), "entry deleted", "in node to "+r.pod.IP4.String(), "was deleted")
 }
 
 // overflows fills the queue of a listener that nobody accepts from.

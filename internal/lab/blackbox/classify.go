@@ -307,14 +307,15 @@ func released(e *evidence) string {
 	return fmt.Sprintf("reset by %s, where it was released from %s", by(r), e.named(a))
 }
 
-// entryDeleted is a connection whose entry somebody deleted, so that its packets met no translation.
+// entryDeleted is a connection whose entry somebody deleted, so that its packets met no translation, or too late for
+// another endpoint.
 func entryDeleted(e *evidence) string {
 	for _, o := range e.flows {
 		f := o.what.(*flow)
 		closes := e.first(func(s *sight) bool { return s.at < o.at && (s.is(rst) || s.is(fin)) })
 		if f.ended && f.by != 0 && closes == nil && f.at >= e.since() {
-			return fmt.Sprintf("its entry in %s was deleted at %s by the socket %d, and its packets were translated no more",
-				o.space.name, instant(f.at), f.by)
+			return fmt.Sprintf("its entry in %s to %s was deleted at %s by the socket %d, %s before it failed", o.space.name,
+				e.named(f.sent.to.to()), instant(f.at), f.by, apart(time.Unix(0, f.at), e.Failed))
 		}
 	}
 	return ""

@@ -91,7 +91,13 @@ type number struct {
 type search struct {
 	spaces  []*space
 	tuples  map[tuple]*evidence // of both directions
-	numbers map[number]*evidence
+	numbers map[number]numbered
+}
+
+// numbered is the connection that a number is of, and whether its packet goes towards the endpoint.
+type numbered struct {
+	*evidence
+	goes bool
 }
 
 // gather finds the records of connections, and says that it has.
@@ -99,24 +105,30 @@ func gather(all []*evidence, spaces []*space) {
 	if len(all) == 0 {
 		return
 	}
-	s := search{spaces, map[tuple]*evidence{}, map[number]*evidence{}}
+	s := search{spaces, map[tuple]*evidence{}, map[number]numbered{}}
 	s.findClients(all)
+	var these, others []*evidence // the others are from the same ports
 	for _, e := range all {
-		e.spaces = spaces
+		if s.tuples[e.asked] != nil {
+			others = append(others, e)
+			continue
+		}
+		these, e.spaces = append(these, e), spaces
 		s.add(e, e.asked)
 	}
 	// A connection may be translated on several nodes, one after the other.
 	for known := 0; known < len(s.tuples); {
 		known = len(s.tuples)
 		s.followFlows()
-		s.followEntries(all)
+		s.followEntries(these)
 		s.followNumbers()
 	}
 	s.collect()
-	for _, e := range all {
+	for _, e := range these {
 		e.finish()
 		close(e.done)
 	}
+	gather(others, spaces)
 }
 
 // add has packets of a direction of a connection found.
@@ -198,7 +210,7 @@ func (s *search) followNumbers() {
 	for _, sp := range s.spaces {
 		sp.packets.each(func(p *packet) {
 			if e := s.tuples[p.tuple]; e != nil && tcp(p) && p.at >= e.since() && p.at <= e.until() {
-				s.numbers[number{p.seq, p.ack, p.flags}] = e
+				s.numbers[number{p.seq, p.ack, p.flags}] = numbered{e, slices.Contains(e.forward, p.tuple)}
 			}
 		})
 	}
@@ -207,16 +219,15 @@ func (s *search) followNumbers() {
 			if !tcp(p) || s.tuples[p.tuple] != nil {
 				return
 			}
-			e := s.numbers[number{p.seq, p.ack, p.flags}]
-			if e == nil || p.at < e.since() || p.at > e.until() {
+			n := s.numbers[number{p.seq, p.ack, p.flags}]
+			if n.evidence == nil || p.at < n.since() || p.at > n.until() {
 				return
 			}
 			forward := p.tuple
-			back := func(t tuple) bool { return t.to == p.from }
-			if p.accepts() || slices.ContainsFunc(e.forward, back) {
+			if !n.goes {
 				forward = p.reversed()
 			}
-			s.add(e, forward)
+			s.add(n.evidence, forward)
 		})
 	}
 }
