@@ -18,6 +18,8 @@ type Probe struct {
 }
 
 // Report is what a client of conformance/cmd/workload tells at /report.
+// Report is what a client of conformance/cmd/workload tells at /report, or, without the first N failures, at
+// /report?after=N.
 type Report struct {
 	// Started says which run of the client this is: one that starts again counts anew.
 	Started time.Time
