@@ -10,12 +10,12 @@ import (
 // in the commit what the lines are for, and what they replace.
 var budget = map[string]int{
 	"cmd":              4_800,
-	"nft":              19_430,
+	"nft":              19_520,
 	"ipvsplugin":       3_270,
-	"sync":             15_900,
-	"internal/system":  7_660,
-	"internal/proxy":   28_270,
-	"internal/answers": 15_120,
+	"sync":             16_130,
+	"internal/system":  7_800,
+	"internal/proxy":   28_440,
+	"internal/answers": 15_260,
 	"internal/gateway": 3_820,
 	"internal/lab":     10_420,
 }

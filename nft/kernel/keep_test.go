@@ -167,7 +167,8 @@ func (s *segment) link(of *keepNode, failed ...int) *snapshot.Link {
 			down = down || x == i
 		}
 		if n != of {
-			l.Nodes[n.name] = snapshot.Neighbour{Addrs: n.addrs, MACs: []snapshot.MAC{n.mac}, Failed: down}
+			l.Nodes[n.name] = snapshot.Neighbour{Addrs: n.addrs, MACs: []snapshot.MAC{n.mac},
+				Failed: ipfamily.Per[bool]{down, down}}
 		}
 	}
 	return l

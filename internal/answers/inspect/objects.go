@@ -172,6 +172,7 @@ var givenFlags = []struct {
 	{[]string{"feature-gates"}, func(to, from *dataplane.Config) { to.NoExternalIPs = from.NoExternalIPs }},
 	{[]string{"behavior"}, func(to, from *dataplane.Config) { to.AsKubeProxy = from.AsKubeProxy }},
 	{[]string{"second-chance", "behavior"}, func(to, from *dataplane.Config) { to.SecondChance = from.SecondChance }},
+	{[]string{"client-address"}, func(to, from *dataplane.Config) { to.ClientAddress = from.ClientAddress }},
 	{[]string{"last-resort"}, func(to, from *dataplane.Config) { to.LastResort = from.LastResort }},
 	{[]string{"records"}, func(to, from *dataplane.Config) { to.Records = from.Records }},
 	{[]string{"ping-services", "behavior"}, func(to, from *dataplane.Config) { to.PingServices = from.PingServices }},
