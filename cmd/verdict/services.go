@@ -51,6 +51,7 @@ const servicesText = `The worst come first:
   drops        a port has no endpoint on this node, which its policy asks for
   ejects       an endpoint does not answer this node, or refuses
   unscheduled  it asks for IPVS, and nftables chooses
+  masquerades  it asks to keep its clients' addresses, and this node cannot
   programmed   in order
 
 ENDPOINTS says how many endpoints this node sends new connections to, and how many there are. TYPE is

@@ -9,13 +9,13 @@ import (
 // budget is how many lines of Go each wing of the product may have, without tests. To raise a number is a decision: say
 // in the commit what the lines are for, and what they replace.
 var budget = map[string]int{
-	"cmd":              4_800,
-	"nft":              19_450,
+	"cmd":              4_810,
+	"nft":              19_530,
 	"ipvsplugin":       3_270,
-	"sync":             15_940,
-	"internal/system":  8_250,
-	"internal/proxy":   28_200,
-	"internal/answers": 15_120,
+	"sync":             16_770,
+	"internal/system":  9_400,
+	"internal/proxy":   28_320,
+	"internal/answers": 15_390,
 	"internal/gateway": 3_820,
 	"internal/lab":     10_610,
 }

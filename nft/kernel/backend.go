@@ -90,8 +90,10 @@ type unwritten struct {
 	// maxElements is how many elements fit into a transaction if this process may send only so much in one datagram; 0
 	// is no limit.
 	maxElements int
-	// device is State.Device as of the last Apply: nft.Model.NoIngress holds as long as it stays the same.
-	device string
+	// device and deviceIndex are State.Device and DeviceIndex as of the last Apply: nft.Model.NoIngress holds as long as
+	// they stay the same.
+	device      string
+	deviceIndex int
 }
 
 // upkeep is what Check does, a little at a time.

@@ -46,11 +46,17 @@ func (b *Backend) refusedIngress(r *rejected) bool {
 	})
 }
 
-// forgetRefusal tries the ingress again once a state has another device there.
+// forgetRefusal tries the ingress again once a state has another device there. The kernel takes a chain away with its
+// device, without a word, also one that only its owner may change: so another one of the same name has the tables read
+// back.
 func (b *Backend) forgetRefusal(want *dataplane.State) {
-	if want.Device != b.device {
-		b.device, b.model.NoIngress = want.Device, false
+	if want.Device == b.device && want.DeviceIndex == b.deviceIndex {
+		return
 	}
+	if want.Device == b.device && b.syncState == stateInSync {
+		b.syncState = stateStale
+	}
+	b.device, b.deviceIndex, b.model.NoIngress = want.Device, want.DeviceIndex, false
 }
 
 // leaveIngress has a transaction that makes the tables anew delete those at the ingress, if there are any.

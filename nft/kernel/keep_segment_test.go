@@ -110,7 +110,7 @@ func (s *segment) link(of *keepNode, failed ...int) *snapshot.Link {
 	for i, n := range s.nodes {
 		if n != of {
 			l.Nodes[n.Name] = snapshot.Neighbour{Addrs: ipfamily.Per[netip.Addr]{n.IP4, n.IP6},
-				MACs: []snapshot.MAC{n.mac}, Failed: slices.Contains(failed, i)}
+				MACs: []snapshot.MAC{n.mac}, Failed: ipfamily.Per[bool]{slices.Contains(failed, i), slices.Contains(failed, i)}}
 		}
 	}
 	return l

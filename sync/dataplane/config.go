@@ -2,6 +2,7 @@ package dataplane
 
 import (
 	"net/netip"
+	"slices"
 
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
@@ -44,12 +45,32 @@ type Config struct {
 	AsKubeProxy bool
 	// Records has the backend log resets, and packets that it rejects or drops.
 	Records bool
-	// KeepClientAddress keeps the addresses of clients of load balancer Services that do not say it themselves.
-	KeepClientAddress bool
+	// ClientAddress says which Services keep their clients' addresses.
+	ClientAddress KeepSetting
 	// CannotKeep says that the backend cannot keep any client's address: then none is kept, whatever Services ask for.
 	CannotKeep bool
 	// IPVS says which Services it schedules.
 	IPVS IPVS
+}
+
+// KeepSetting is the setting clientAddress.
+type KeepSetting uint8
+
+// The settings. KeepLoadBalancers holds for load balancer Services that do not say it themselves.
+const (
+	KeepAnnotated KeepSetting = iota
+	KeepNone
+	KeepLoadBalancers
+)
+
+var keepSettings = [...]string{KeepAnnotated: "annotated", KeepNone: "off", KeepLoadBalancers: "keep"}
+
+// ParseKeepSetting reads "off", "annotated" or "keep"; anything else is "off".
+func ParseKeepSetting(text string) KeepSetting {
+	if i := slices.Index(keepSettings[:], text); i >= 0 {
+		return KeepSetting(i)
+	}
+	return KeepNone
 }
 
 // AnswersLocalhost says whether IPv4 node ports answer on 127.0.0.1, for which the host has to route its loopback

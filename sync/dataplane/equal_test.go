@@ -16,7 +16,7 @@ func TestEqual(t *testing.T) {
 	testkit.Compares(t, equalScheduling)
 	testkit.Compares(t, (*IPVS).equal)
 	// Those of host that are left out follow, or matter to no Service.
-	testkit.Compares(t, (*host).equal, "loopback", "records", "settings", "device", "macs")
+	testkit.Compares(t, (*host).equal, "loopback", "records", "settings", "device", "index", "macs")
 	testkit.Compares(t, (*Service).sameClaims, "Name", "ClusterIPs", "SilentClusterIPs", "PingableIPs",
 		"LoadBalancerIPs", "HealthCheckNodePort", "OverCapacity", "Counters", "Ports[].Hash",
 		"Ports[].Affinity", "Ports[].Cluster", "Ports[].Local", "Ports[].Serving", "Ports[].Finishing", "Ports[].Scheduling",

@@ -43,12 +43,14 @@ type host struct {
 	podsFirst bool
 	// records is Config.Records.
 	records bool
-	// keep and cannotKeep are Config.KeepClientAddress and CannotKeep. neighbours are the other nodes; nil if there is no
+	// keep and cannotKeep are Config.ClientAddress and CannotKeep. neighbours are the other nodes; nil if there is no
 	// device to reach them.
-	keep, cannotKeep bool
-	neighbours       map[string]reachable
-	// device and macs are State's Device and NodeMACs.
+	keep       KeepSetting
+	cannotKeep bool
+	neighbours map[string]reachable
+	// device, index and macs are State's Device, DeviceIndex and NodeMACs.
 	device string
+	index  int
 	macs   []snapshot.MAC
 	// settings are the configuration's Lines.
 	settings []string
@@ -75,12 +77,12 @@ func newHost(cfg Config, s *snapshot.Snapshot, found []Overlap) host {
 		podsFirst:         cfg.AsKubeProxy,
 		records:           cfg.Records,
 		settings:          cfg.Lines(),
-		keep:              cfg.KeepClientAddress,
+		keep:              cfg.ClientAddress,
 		cannotKeep:        cfg.CannotKeep,
 		neighbours:        neighbours(s.Link),
 	}
-	if !cfg.CannotKeep {
-		h.device, h.macs = s.Link.Device, macsOf(s.Link)
+	if !cfg.CannotKeep && cfg.ClientAddress != KeepNone {
+		h.device, h.index, h.macs = s.Link.Device, s.Link.Index, macsOf(s.Link)
 	}
 	if h.ipvs.Mode != IPVSNever {
 		h.serviceCIDRs, h.shared = s.ServiceCIDRs, sharedRanges(found)
@@ -122,8 +124,8 @@ func (st *State) setGlobals(h *host, serviceCIDRs []netip.Prefix, found []Overla
 		st.LocalhostNodePorts != h.loopback || !slices.Equal(st.ServiceCIDRs, serviceCIDRs) ||
 		!slices.Equal(st.IPVSAddresses, h.ipvs.Addresses) || !slices.Equal(st.Settings, h.settings) ||
 		!slices.Equal(st.SharedRanges, sharedRanges(found)) ||
-		st.Device != h.device || !slices.Equal(st.NodeMACs, h.macs)
-	st.Device, st.NodeMACs = h.device, h.macs
+		st.Device != h.device || st.DeviceIndex != h.index || !slices.Equal(st.NodeMACs, h.macs)
+	st.Device, st.DeviceIndex, st.NodeMACs = h.device, h.index, h.macs
 	st.Pods4, st.Pods6, st.MasqueradeAll = h.pods[ipfamily.IPv4], h.pods[ipfamily.IPv6], h.masqueradeAll
 	st.LocalhostNodePorts, st.ServiceCIDRs, st.IPVSAddresses = h.loopback, serviceCIDRs, h.ipvs.Addresses
 	st.PodsFirst, st.SharedRanges = h.podsFirst, sharedRanges(found)

@@ -63,7 +63,7 @@ func (c *Config) Lines() (lines []string) {
 	truth("feature-gates="+gateExternalIPs, !c.NoExternalIPs)
 	say("second-chance", cmp.Or(c.SecondChance, snapshot.SecondChanceOff).String())
 	optional("last-resort", snapshot.LastResortOn.String(), c.LastResort)
-	optional("client-address", snapshot.ClientAddressKeep.String(), c.KeepClientAddress)
+	optional("client-address", keepSettings[c.ClientAddress], c.ClientAddress != KeepNone)
 	optional("client-address-unsupported", "true", c.CannotKeep)
 	optional("behavior", behaviorKubeProxy, c.AsKubeProxy)
 	optional("records", "true", c.Records)
@@ -86,6 +86,7 @@ func rangeText(p netip.Prefix) string {
 
 // ConfigOf reads what Lines returned. It skips lines that it does not know, as those of another version.
 func ConfigOf(lines []string) (c Config) {
+	c.ClientAddress = KeepNone // which has no line
 	for _, line := range lines {
 		if name, value, ok := strings.Cut(line, "="); ok {
 			c.take(name, value)
@@ -124,7 +125,7 @@ func (c *Config) take(name, value string) {
 	case "last-resort":
 		c.LastResort = value == snapshot.LastResortOn.String()
 	case "client-address":
-		c.KeepClientAddress = value == snapshot.ClientAddressKeep.String()
+		c.ClientAddress = ParseKeepSetting(value)
 	case "client-address-unsupported":
 		c.CannotKeep = on
 	case "behavior":

@@ -17,6 +17,7 @@ func TestLines(t *testing.T) {
 		// Only two modes have an interface.
 		a.DetectLocal.Mode, b.DetectLocal.Mode = a.DetectLocal.Mode%4, b.DetectLocal.Mode%4
 		a.IPVS.Mode, b.IPVS.Mode = a.IPVS.Mode%3, b.IPVS.Mode%3
+		a.ClientAddress, b.ClientAddress = a.ClientAddress%3, b.ClientAddress%3
 		return slices.Equal(a.Lines(), b.Lines())
 	}, "NodeName", "DetectLocal.Interface", // tested below
 		"IPVS.Default.Port", "IPVS.Default.Fallback", // which follow from the scheduler

@@ -49,14 +49,50 @@ const (
 	NotKeptScheduled
 	// NotKeptSlots: the Services of the namespace ask for too many slots (MaxSlotsPerNamespace).
 	NotKeptSlots
-	// NotKeptNowhere: it has no frontend from outside, or no endpoint.
+	// NotKeptNowhere: it has no frontend from outside, or no endpoint. There is nothing to keep.
 	NotKeptNowhere
+	// NotKeptOff: the node's setting allows it to no Service.
+	NotKeptOff
+	// NotKeptFailed: none of the nodes that have endpoints answers.
+	NotKeptFailed
 )
 
-var notKeptNames = [...]string{"", "backend", "device", "off-link", "scheduled", "slots", "nowhere"}
+var notKeptNames = [...]string{"", "backend", "device", "off-link", "scheduled", "slots", "nowhere", "off", "failed"}
 
 // String returns a word for the reason; empty for KeptOrNotAsked.
 func (n NotKept) String() string { return notKeptNames[n] }
+
+var notKeptTexts = [...]string{"", "this node's backend or kernel cannot forward packets untranslated",
+	"this node's address is on no Ethernet device",
+	"a node with endpoints is not on this node's link, or is unknown",
+	"IPVS chooses its endpoints, or other Services serve it",
+	"the Services of its namespace ask for too many slots",
+	"it has no load balancer address or external IP of this family, or no endpoint",
+	"clientAddress is off on this node", "no node with endpoints answers on this node's link"}
+
+// Text returns the reason as a clause; empty for KeptOrNotAsked.
+func (n NotKept) Text() string { return notKeptTexts[n] }
+
+// NotKept returns why some clients of a Service that is to keep their addresses are masqueraded, of the first of its
+// ports of which they are; KeptOrNotAsked if none is, or if there is nothing to keep. The Service may be nil.
+func (s *Service) NotKept() NotKept {
+	for sp := range s.EachPort() {
+		if sp.NotKept != NotKeptNowhere && sp.NotKept != KeptOrNotAsked {
+			return sp.NotKept
+		}
+	}
+	return KeptOrNotAsked
+}
+
+// Keeps reports whether a Service has frontends that keep their clients' addresses. It may be nil.
+func (s *Service) Keeps() bool {
+	for _, f := range s.EachFrontend() {
+		if f.Kept {
+			return true
+		}
+	}
+	return false
+}
 
 // The numbers of slots among which clients are divided, by the number of nodes: at least ten for each, if there are
 // that many.
@@ -91,6 +127,25 @@ func (k *Keep) Slots() int {
 	return manyKeepSlots
 }
 
+// OwnShare returns the share of this node among all: 0 without endpoints, and at most 1.
+func (k *Keep) OwnShare() float64 {
+	for i := range k.Nodes {
+		if k.Nodes[i].Own {
+			return k.Share(i)
+		}
+	}
+	return 0
+}
+
+// Share returns the share of one of the Nodes.
+func (k *Keep) Share(i int) float64 {
+	sum := uint64(0)
+	for _, n := range k.Nodes {
+		sum += uint64(n.Weight)
+	}
+	return float64(k.Nodes[i].Weight) / float64(sum)
+}
+
 func (k *Keep) equal(o *Keep) bool {
 	return k == o || k != nil && o != nil && k.ByAddr == o.ByAddr && slices.Equal(k.Nodes, o.Nodes)
 }
@@ -98,7 +153,7 @@ func (k *Keep) equal(o *Keep) bool {
 // reachable is where another node is on the link; the zero Addr if it is not. failed is snapshot.Neighbour's.
 type reachable struct {
 	addrs  ipfamily.Per[netip.Addr]
-	failed bool
+	failed ipfamily.Per[bool]
 }
 
 // neighbours returns what matters to Services of a link: what the nodes' frames look like does not.
@@ -129,7 +184,7 @@ func macsOf(l snapshot.Link) []snapshot.MAC {
 // asksToKeep reports whether a Service's clients from outside are to keep their address.
 func (h *host) asksToKeep(svc *snapshot.Service) bool {
 	return !svc.ExternalLocal && (svc.ClientAddress == snapshot.ClientAddressKeep ||
-		svc.ClientAddress == snapshot.ClientAddressDefault && h.keep && len(svc.LoadBalancerIPs) > 0)
+		svc.ClientAddress == snapshot.ClientAddressDefault && h.keep == KeepLoadBalancers && len(svc.LoadBalancerIPs) > 0)
 }
 
 // keptRows returns the policy for the frontends with Kept of the port whose endpoints were collected.
@@ -148,6 +203,8 @@ func (b *builder) keep(svc *snapshot.Service, sp *ServicePort, f ipfamily.Family
 	}
 	nodes, why := b.keepNodes(sp.Name.Protocol, f)
 	switch {
+	case b.host.keep == KeepNone:
+		why = NotKeptOff
 	case b.host.cannotKeep:
 		why = NotKeptBackend
 	case b.host.neighbours == nil:
@@ -194,13 +251,17 @@ func (b *builder) keepNodes(p snapshot.Protocol, f ipfamily.Family) ([]KeepNode,
 		switch onLink := own || n.addrs[f].IsValid(); {
 		case !onLink && weight > 0:
 			return nil, NotKeptOffLink
-		case onLink && (own || !n.failed):
+		case onLink && (own || !n.failed[f]):
 			nodes = append(nodes, KeepNode{Name: name, Addr: n.addrs[f], Weight: weight, Own: own})
 			used = used || weight > 0
 		}
 	}
-	if !used {
+	switch {
+	case used:
+	case slices.Max(append(slices.Collect(maps.Values(weights)), 0)) == 0:
 		return nil, NotKeptNowhere
+	default:
+		return nil, NotKeptFailed
 	}
 	slices.SortFunc(nodes, func(x, y KeepNode) int { return strings.Compare(x.Name, y.Name) })
 	return nodes, KeptOrNotAsked

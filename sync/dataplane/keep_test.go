@@ -68,10 +68,17 @@ func TestKeep(t *testing.T) {
 		"shared": {on: []string{"a", "c"}, nodes: []string{"a", "c"}, kept: true, local: true},
 		"here":   {on: []string{"a", "a"}, kept: true, local: true},
 		"failed": {on: []string{"b", "c"}, nodes: []string{"c"}, kept: true, edit: func(s *snapshot.Snapshot, _ *Config) {
-			neighbour(s, "b", func(n *snapshot.Neighbour) { n.Failed = true })
+			neighbour(s, "b", func(n *snapshot.Neighbour) { n.Failed = ipfamily.Per[bool]{true} })
 		}},
-		"all failed": {on: []string{"b"}, why: NotKeptNowhere, edit: func(s *snapshot.Snapshot, _ *Config) {
-			neighbour(s, "b", func(n *snapshot.Neighbour) { n.Failed = true })
+		"all failed": {on: []string{"b"}, why: NotKeptFailed, edit: func(s *snapshot.Snapshot, _ *Config) {
+			neighbour(s, "b", func(n *snapshot.Neighbour) { n.Failed = ipfamily.Per[bool]{true} })
+		}},
+		"failed in the other family": {on: []string{"b"}, nodes: []string{"b"}, kept: true,
+			edit: func(s *snapshot.Snapshot, _ *Config) {
+				neighbour(s, "b", func(n *snapshot.Neighbour) { n.Failed[ipfamily.IPv6] = true })
+			}},
+		"off": {on: []string{"b"}, why: NotKeptOff, edit: func(_ *snapshot.Snapshot, c *Config) {
+			c.ClientAddress = KeepNone
 		}},
 		"one that ends":      {on: []string{"b", "c"}, nodes: []string{"b for no new ones", "c"}, kept: true, edit: ends(0)},
 		"the last here ends": {on: []string{"a", "c"}, nodes: []string{"a for no new ones", "c"}, kept: true, edit: ends(0)},
@@ -111,10 +118,10 @@ func TestKeep(t *testing.T) {
 		}},
 		"by the node's setting": {on: []string{"b"}, nodes: []string{"b"}, kept: true,
 			edit: func(s *snapshot.Snapshot, c *Config) {
-				service(s).ClientAddress, c.KeepClientAddress = snapshot.ClientAddressDefault, true
+				service(s).ClientAddress, c.ClientAddress = snapshot.ClientAddressDefault, KeepLoadBalancers
 			}},
 		"against the node's setting": {on: []string{"b"}, edit: func(s *snapshot.Snapshot, c *Config) {
-			service(s).ClientAddress, c.KeepClientAddress = snapshot.ClientAddressMasquerade, true
+			service(s).ClientAddress, c.ClientAddress = snapshot.ClientAddressMasquerade, KeepLoadBalancers
 		}},
 	} {
 		st, sp := keeping(c.edit, c.on...)
@@ -139,7 +146,10 @@ func TestKeep(t *testing.T) {
 				t.Errorf("%s: %v: kept %v, routes %+v", what, f.Key, f.Kept, f.Routes)
 			}
 		}
-		none := c.why == NotKeptDevice || c.why == NotKeptBackend
+		none := c.why == NotKeptDevice || c.why == NotKeptBackend || c.why == NotKeptOff
+		if why := st.Services[name("web")].NotKept(); why != c.why && c.why != NotKeptNowhere {
+			t.Errorf("%s: the Service is not kept because of %q", what, why)
+		}
 		if (st.Device == "") != none || (len(st.NodeMACs) == 2) == none {
 			t.Errorf("%s: device %q, %v", what, st.Device, st.NodeMACs)
 		}

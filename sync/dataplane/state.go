@@ -45,6 +45,9 @@ type State struct {
 	// Device is where packets to Frontends that keep their clients' address come in, and by which they are forwarded to
 	// other nodes; empty if no client's address can be kept here.
 	Device string
+	// DeviceIndex is that of the Device. If it changes, the kernel may have taken away the rules that belonged to the
+	// other device of this name.
+	DeviceIndex int
 	// NodeMACs are those of the other nodes: what comes from them is never forwarded again. Sorted and unique; nil
 	// without a Device.
 	NodeMACs []snapshot.MAC

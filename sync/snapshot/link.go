@@ -42,6 +42,8 @@ type Link struct {
 	// Device is the name of the Ethernet device that has this node's own address, and by which packets from outside come
 	// in; empty means that it is unknown, or not one of Ethernet: then no client's address is kept here.
 	Device string
+	// Index is the Device's. Another one under the same name has none of the rules that the kernel held for this one.
+	Index int
 	// Nodes are all other nodes of the cluster, by name, this one excepted. A node that is missing is unknown.
 	Nodes map[string]Neighbour
 }
@@ -53,13 +55,26 @@ type Neighbour struct {
 	Addrs ipfamily.Per[netip.Addr]
 	// MACs are those by which its frames come here, sorted; nil while none is known.
 	MACs []MAC
-	// Failed says that it does not answer at Addrs, while others do: packets must go elsewhere.
-	Failed bool
+	// Failed says of each family that it does not answer at Addrs, while others do: packets must go elsewhere.
+	Failed ipfamily.Per[bool]
+}
+
+// AnyDevice is the Device of a Link of which only the nodes are known.
+const AnyDevice = "?"
+
+// HasAddr reports whether another node has an address.
+func (l Link) HasAddr(a netip.Addr) bool {
+	for n := range maps.Values(l.Nodes) {
+		if a.IsValid() && slices.Contains(n.Addrs[:], a) {
+			return true
+		}
+	}
+	return false
 }
 
 // Equal reports whether two Links say the same.
 func (l Link) Equal(o Link) bool {
-	return l.Device == o.Device && maps.EqualFunc(l.Nodes, o.Nodes, func(a, b Neighbour) bool {
+	return l.Device == o.Device && l.Index == o.Index && maps.EqualFunc(l.Nodes, o.Nodes, func(a, b Neighbour) bool {
 		return a.Addrs == b.Addrs && a.Failed == b.Failed && slices.Equal(a.MACs, b.MACs)
 	})
 }

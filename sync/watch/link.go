@@ -38,8 +38,8 @@ type Link struct {
 }
 
 const (
-	// linkPause is how often neighbours are asked, all at a time, or less often: linkShare for each of them. So no host
-	// sends or answers more than 200 questions a second on average, however large the segment is.
+	// linkPause is how often neighbours are asked, all at a time, or less often: linkShare for each of their addresses. So
+	// no host sends or answers more than 200 questions a second on average, however large the segment is.
 	linkPause = 500 * time.Millisecond
 	linkShare = 5 * time.Millisecond
 	// A neighbour has failed that did not answer linkMisses questions in a row; after linkHits answers it is back.
@@ -97,6 +97,11 @@ func (l *Link) Run(ctx context.Context, sink Sink) error {
 	}
 }
 
+// Look reads once which nodes are neighbours. It asks none: one has failed that the kernel has asked in vain.
+func (l *Link) Look(nodes map[string][]netip.Addr) (snapshot.Link, error) {
+	return l.look(nodes, map[string]*neighbour{}, (*neighbour).believe)
+}
+
 // linkWatch is a Link at work.
 type linkWatch struct {
 	*Link
@@ -127,11 +132,15 @@ func (w *linkWatch) step() (pause time.Duration) {
 	if asked {
 		again := !time.Now().Before(w.next)
 		if again {
-			w.next = time.Now().Add(max(linkPause, time.Duration(len(nodes))*linkShare))
+			w.next = time.Now().Add(max(linkPause, time.Duration(questions(nodes))*linkShare))
 		}
 		pause = max(time.Until(w.next), time.Millisecond)
 		var err error
-		if now, err = w.look(nodes, w.known, again); err != nil {
+		each := (*neighbour).ask
+		if !again {
+			each = nil
+		}
+		if now, err = w.look(nodes, w.known, each); err != nil {
 			if w.told != err.Error() {
 				w.told = err.Error()
 				w.report(fmt.Errorf("neighbours: %w; retrying", err))
@@ -152,6 +161,18 @@ func (w *linkWatch) step() (pause time.Duration) {
 	return pause
 }
 
+// questions bounds how many addresses are asked: one of each family of a node.
+func questions(nodes map[string][]netip.Addr) (n int) {
+	for addrs := range maps.Values(nodes) {
+		for _, f := range ipfamily.All {
+			if slices.ContainsFunc(addrs, f.Has) {
+				n++
+			}
+		}
+	}
+	return n
+}
+
 // allKnown reports whether the frames of all neighbours are known.
 func allKnown(l snapshot.Link) bool {
 	for n := range maps.Values(l.Nodes) {
@@ -165,6 +186,11 @@ func allKnown(l snapshot.Link) bool {
 // neighbour is what is remembered of a node.
 type neighbour struct {
 	macs []snapshot.MAC
+	at   ipfamily.Per[answers]
+}
+
+// answers are those of a node at its address of one family: a host may have lost only one of them.
+type answers struct {
 	// asked says that it was asked at the last look. Of the questions since its last answer, misses are without one; hits
 	// are answers since the last miss.
 	asked        bool
@@ -172,9 +198,12 @@ type neighbour struct {
 	failed       bool
 }
 
-// look reads the kernel's table and takes what it says of each node. With again, it also judges who has answered, and
-// has the kernel ask all of them anew.
-func (l *Link) look(nodes map[string][]netip.Addr, known map[string]*neighbour, again bool) (out snapshot.Link,
+// judgement finds out whether a node answers at its addresses.
+type judgement func(n *neighbour, handle *netlink.Handle, index int, at ipfamily.Per[netip.Addr],
+	table map[netip.Addr]*netlink.Neigh)
+
+// look reads the kernel's table and takes what it says of each node. If judge is nil, who answers stays as it is.
+func (l *Link) look(nodes map[string][]netip.Addr, known map[string]*neighbour, judge judgement) (out snapshot.Link,
 	err error) {
 	handle, err := l.handle()
 	if err != nil {
@@ -190,8 +219,9 @@ func (l *Link) look(nodes map[string][]netip.Addr, known map[string]*neighbour, 
 		return out, err
 	}
 	maps.DeleteFunc(known, func(name string, _ *neighbour) bool { return nodes[name] == nil })
-	out = snapshot.Link{Device: device.Attrs().Name, Nodes: make(map[string]snapshot.Neighbour, len(nodes))}
-	answers := false
+	out = snapshot.Link{Device: device.Attrs().Name, Index: device.Attrs().Index,
+		Nodes: make(map[string]snapshot.Neighbour, len(nodes))}
+	answered := false
 	for name, addrs := range nodes {
 		n := known[name]
 		if n == nil {
@@ -200,26 +230,47 @@ func (l *Link) look(nodes map[string][]netip.Addr, known map[string]*neighbour, 
 		}
 		at := onLink(addrs, networks)
 		n.learn(at, table)
-		asks := at[ipfamily.IPv4]
-		if !asks.IsValid() {
-			asks = at[ipfamily.IPv6]
+		if judge != nil {
+			judge(n, handle, out.Index, at, table)
 		}
-		if asks.IsValid() && again {
-			n.judge(table[asks])
-			// A question that cannot be asked, as when the kernel's table is full, is one without an answer.
-			n.asked = true
-			_ = askNeighbour(handle, device.Attrs().Index, asks, table[asks])
+		is := snapshot.Neighbour{Addrs: at, MACs: n.macs}
+		for f, a := range at {
+			is.Failed[f] = a.IsValid() && n.at[f].failed
+			answered = answered || a.IsValid() && !is.Failed[f]
 		}
-		answers = answers || asks.IsValid() && !n.failed
-		out.Nodes[name] = snapshot.Neighbour{Addrs: at, MACs: n.macs, Failed: n.failed}
+		out.Nodes[name] = is
 	}
-	if !answers { // then it is this host that is cut off, or nobody has been asked
+	if !answered { // then it is this host that is cut off, or nobody has been asked
 		for name, n := range out.Nodes {
-			n.Failed = false
+			n.Failed = ipfamily.Per[bool]{}
 			out.Nodes[name] = n
 		}
 	}
 	return out, nil
+}
+
+// ask judges who has answered at a node's addresses, and has the kernel ask again.
+func (n *neighbour) ask(handle *netlink.Handle, index int, at ipfamily.Per[netip.Addr],
+	table map[netip.Addr]*netlink.Neigh) {
+	for f, a := range at {
+		if !a.IsValid() {
+			n.at[f] = answers{}
+			continue
+		}
+		n.at[f].judge(table[a])
+		// A question that cannot be asked, as when the kernel's table is full, is one without an answer.
+		n.at[f].asked = true
+		_ = askNeighbour(handle, index, a, table[a])
+	}
+}
+
+// believe judges by the kernel's table alone.
+func (n *neighbour) believe(_ *netlink.Handle, _ int, at ipfamily.Per[netip.Addr],
+	table map[netip.Addr]*netlink.Neigh) {
+	for f, a := range at {
+		e := table[a]
+		n.at[f].failed = e != nil && e.State&noAnswer != 0
+	}
 }
 
 // neighboursOf returns the kernel's table of a device.
@@ -313,7 +364,7 @@ func sortedMACs(macs []snapshot.MAC) []snapshot.MAC {
 func compareMACs(a, b snapshot.MAC) int { return slices.Compare(a[:], b[:]) }
 
 // judge takes the answer to the question that was asked at the last look.
-func (n *neighbour) judge(e *netlink.Neigh) {
+func (n *answers) judge(e *netlink.Neigh) {
 	switch {
 	case !n.asked:
 	case e != nil && e.State&(netlink.NUD_REACHABLE|netlink.NUD_PERMANENT|netlink.NUD_NOARP) != 0:

@@ -60,14 +60,14 @@ func TestLink(t *testing.T) {
 	v.await("all are known", func() bool {
 		n := v.snap.Link.Nodes
 		for _, name := range []string{"b", "c", "d"} {
-			if m := n[name].MACs; len(m) != 1 || m[0] != mac || n[name].Failed {
+			if m := n[name].MACs; len(m) != 1 || m[0] != mac || n[name].Failed != [2]bool{} {
 				return false
 			}
 		}
 		return v.snap.Link.Device == "eth0" && n["b"].Addrs == [2]netip.Addr{own[1].Next()} &&
 			n["c"].Addrs[0] == netip.MustParseAddr("192.0.2.4") && n["far"].Addrs == [2]netip.Addr{} && len(n["far"].MACs) == 0
 	})
-	failed := func(name string) bool { return v.snap.Link.Nodes[name].Failed }
+	failed := func(name string) bool { return v.snap.Link.Nodes[name].Failed != [2]bool{} }
 	nodes := map[string][]netip.Addr{"b": ips("192.0.2.3"), "c": ips("192.0.2.4"), "d": ips("2001:db8::5"),
 		"silent": ips("192.0.2.99")}
 	begun := time.Now()
@@ -86,6 +86,16 @@ func TestLink(t *testing.T) {
 	}
 	must(t, there.AddrAdd(peer, addr(t, "192.0.2.3/24")))
 	v.await("b is back", func() bool { return !failed("b") })
+	nodes = maps.Clone(nodes)
+	nodes["c"] = ips("192.0.2.4", "2001:db8::4")
+	l.SetNodes(nodes)
+	v.await("c has failed in the family in which it never answered, and in no other", func() bool {
+		return v.snap.Link.Nodes["c"].Failed == [2]bool{false, true} && !failed("b") && !failed("d")
+	})
+	nodes = maps.Clone(nodes)
+	nodes["c"] = ips("192.0.2.4")
+	l.SetNodes(nodes)
+	v.await("c has no address of that family any more", func() bool { return !failed("c") })
 	must(t, there.LinkSetDown(peer)) // this host is cut off, or all others are: nobody can know
 	v.await("nobody has failed", func() bool { return !failed("b") && !failed("c") && !failed("d") })
 	l.Ask(false)

@@ -73,7 +73,7 @@ func PrintServices(p *terminal.Printer, s *status.Services, wide bool) {
 func ServiceHeading(wide bool) []string {
 	row := []string{"SERVICE", "TYPE", "ADDRESSES", "PORTS", "ENDPOINTS"}
 	if wide {
-		row = append(row, "LOCAL", "CHOSEN BY")
+		row = append(row, "LOCAL", "CHOSEN BY", "CLIENTS")
 	}
 	return append(row, "STATE")
 }
@@ -107,7 +107,7 @@ func ServiceRow(s *status.Service, wide bool) []string {
 	row := []string{records.Named(s.Service, s.For), s.Type, some(addresses, most), some(ports, most),
 		fmt.Sprintf("%d/%d", s.Usable, s.Endpoints)}
 	if wide {
-		row = append(row, some(slices.Compact(local), most), some(slices.Compact(by), most))
+		row = append(row, some(slices.Compact(local), most), some(slices.Compact(by), most), cmp.Or(s.ClientAddress, "-"))
 	}
 	return append(row, state)
 }

@@ -20,9 +20,9 @@ func TestServices(t *testing.T) {
 		}
 		if q.Get("after") == "" {
 			fmt.Fprint(w, `{"next":"shop/a","services":[{"service":"shop/a","type":"NodePort","state":"programmed",
-				"clusterIPs":["10.96.0.1","fd00::1"],"externalIPs":["192.0.2.1"],"loadBalancerIPs":["192.0.2.2"],
+				"clusterIPs":["10.96.0.1","fd00::1"],"externalIPs":["192.0.2.1"],"loadBalancerIPs":["::2"],
 				"ports":[{"port":80,"protocol":"tcp","nodePort":30080,"usable":2,"local":1,"by":"ipvs rr"}],
-				"usable":2,"endpoints":3}]}`)
+				"clientAddress":"kept","usable":2,"endpoints":3}]}`)
 			return
 		}
 		fmt.Fprintf(w, `{"services":[{"service":"shop/b","for":"G","type":"ClusterIP","state":"rejected","why":%q}],
@@ -42,10 +42,11 @@ shop/b (G)  ClusterIP  -                               -             0/0        
 shop/a      NodePort   10.96.0.1,fd00::1,192.0.2.1,+1  80:30080/tcp  2/3        programmed
 not synced: transactions fail: no memory
 `,
-		true: `SERVICE     TYPE       ADDRESSES                              PORTS         ENDPOINTS  LOCAL  CHOSEN BY  STATE
-shop/b (G)  ClusterIP  -                                      -             0/0        -      -          rejected: ` +
-			strings.Repeat("no ", 40) + `
-shop/a      NodePort   10.96.0.1,fd00::1,192.0.2.1,192.0.2.2  80:30080/tcp  2/3        1      ipvs rr    programmed
+		true: `SERVICE     TYPE       ADDRESSES                        PORTS         ` +
+			`ENDPOINTS  LOCAL  CHOSEN BY  CLIENTS  STATE
+shop/b (G)  ClusterIP  -                                -             0/0        -      -          -        ` +
+			"rejected: " + strings.Repeat("no ", 40) + `
+shop/a      NodePort   10.96.0.1,fd00::1,192.0.2.1,::2  80:30080/tcp  2/3        1      ipvs rr    kept     programmed
 not synced: transactions fail: no memory
 `} {
 		var text strings.Builder

@@ -93,6 +93,7 @@ func PrintStatus(p *terminal.Printer, s *status.Status) {
 			p.Line("  %s of %s for %s: %s", n.Endpoint, n.Service, age(s.Time, n.Since), n.Cause)
 		}
 	}
+	printClients(p, row, s.ClientAddresses)
 	for _, u := range s.Unread {
 		row("unread", "%s", p.Paint(terminal.Red, u.File+" for "+age(s.Time, u.Since)+": "+u.Error))
 	}
@@ -131,6 +132,17 @@ func PrintPreflight(p *terminal.Printer, found []status.Finding) {
 	for _, f := range found {
 		p.Line("%s", rows.Row(f.Check, p.Paint(terminal.Red, f.What)))
 		p.Line("%s", rows.Row("", f.Advice))
+	}
+}
+
+// printClients prints how many Services keep their clients' addresses; c is nil if none is to.
+func printClients(p *terminal.Printer, row func(name, format string, args ...any), c *status.ClientAddresses) {
+	if c == nil {
+		return
+	}
+	row("clients", "kept by %s, masqueraded by %d", terminal.Plural(c.Kept, "Service"), c.Masqueraded)
+	for _, n := range c.Services {
+		p.Line("  %s: %s", n.Service, n.Why)
 	}
 }
 

@@ -72,7 +72,7 @@ func TestKubeadm(t *testing.T) {
 		DetectLocal: dataplane.DetectLocal{ClusterCIDRs: prefixes("10.244.0.0/16")},
 		IPVS:        dataplane.IPVS{Mode: dataplane.IPVSAuto, Default: dataplane.Scheduling{Scheduler: "rr"}},
 
-		PingServices: true, RejectUnusedPorts: true,
+		PingServices: true, RejectUnusedPorts: true, ClientAddress: dataplane.KeepNone,
 	}
 	want.SecondChance, _ = snapshot.ParseSecondChance(DefaultSecondChance)
 	if !reflect.DeepEqual(s.Policy, want) {

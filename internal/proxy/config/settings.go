@@ -244,7 +244,7 @@ func (d *Document) policy() dataplane.Config {
 		AsKubeProxy:        d.asKubeProxy(),
 		Records:            d.Verdict.Records == "on",
 		LastResort:         d.Verdict.LastResort == "on",
-		KeepClientAddress:  d.Verdict.ClientAddress == "keep",
+		ClientAddress:      dataplane.ParseKeepSetting(d.Verdict.ClientAddress),
 	}
 	p.SecondChance, _ = snapshot.ParseSecondChance(string(d.Verdict.SecondChance))
 	p.NodePortAddresses, p.NodePortPrimary = nodePortAddresses(c.NodePortAddresses, string(c.Mode))

@@ -100,6 +100,7 @@ func newWorld(o Options) *world {
 	}
 	o.Quarantined = func() []reconcile.Quarantined { return w.quarantined }
 	o.Unscheduled = func() []reconcile.Quarantined { return nil }
+	o.ClientAddresses = func() (int, int) { return 3, 1 }
 	if o.IPVS == nil {
 		w.ipvs = &fakeIPVS{
 			services:  map[dataplane.Key]dataplane.SchedulerStatistics{},

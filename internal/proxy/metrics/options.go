@@ -97,6 +97,8 @@ type Options struct {
 	LimitsLeftOut func() int
 	// Flows tells of the records of connections.
 	Flows func() flows.Stats
+	// ClientAddresses counts the Services that are to keep their clients' addresses: those that do, and those that do not.
+	ClientAddresses func() (kept, masqueraded int)
 	// SlowStarting counts the endpoints that start slowly now.
 	SlowStarting func() int
 	// Counters reads what the kernel counts.

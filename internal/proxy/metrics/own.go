@@ -125,6 +125,16 @@ func registerCollectors(m maker, o *Options) {
 			"Endpoints that do not get all of their share of new connections yet, because their Service has a slow start.",
 			nil, func() float64 { return float64(o.SlowStarting()) })
 	}
+	if o.ClientAddresses != nil {
+		for state, value := range map[string]func() int{
+			"kept":        func() int { kept, _ := o.ClientAddresses(); return kept },
+			"masqueraded": func() int { _, masqueraded := o.ClientAddresses(); return masqueraded },
+		} {
+			m.gaugeFunc("verdict_client_address_services",
+				"Services that are to keep their clients' addresses, by state: kept, or masqueraded on this node nevertheless.",
+				prometheus.Labels{"state": state}, func() float64 { return float64(value()) })
+		}
+	}
 	if o.LimitsLeftOut != nil {
 		m.gaugeFunc("verdict_full_clients_left_out",
 			"Clients with as many open connections as a Service's limits allow that may open more, since too many have.",

@@ -22,7 +22,27 @@ type clusterEvents struct{ *watch.Events }
 
 // listener reports Services that are not programmed as they ask for.
 func (e clusterEvents) listener() reconcile.Listener {
-	return reconcile.Listener{Unscheduled: e.unscheduled, Quarantined: e.quarantined, Contested: e.contested}
+	return reconcile.Listener{Unscheduled: e.unscheduled, Quarantined: e.quarantined, Contested: e.contested,
+		Committed: e.committed}
+}
+
+// committed reports Services that ask to keep their clients' addresses and do not, once for each reason.
+func (e clusterEvents) committed(c reconcile.Commit) {
+	if e.Events == nil {
+		return
+	}
+	left := maxEvents
+	for i, after := range c.After {
+		why := after.NotKept()
+		if why == dataplane.KeptOrNotAsked || why == c.Before[i].NotKept() {
+			continue
+		}
+		if left--; left < 0 {
+			return
+		}
+		e.Emit(watch.Event{Warning: true, Reason: "ClientAddressNotKept", Action: "Masquerade", Service: after.Name,
+			Note: "node " + e.NodeName + " masquerades clients from outside: " + why.Text()})
+	}
 }
 
 // invalid reports an invalid configuration file, which is not visible outside the node otherwise.

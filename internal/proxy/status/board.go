@@ -224,6 +224,7 @@ func (v *boardView) service(n snapshot.Name) Service {
 	if q := quarantinedAs(v.unscheduled, n); q != nil && s.State == Programmed {
 		s.is(Unscheduled, "IPVS does not schedule it: "+q.Err.Error())
 	}
+	s.clients(e.programmed)
 	switch q := quarantinedAs(v.rejected, n); {
 	case q != nil:
 		s.is(Rejected, q.Err.Error())

@@ -136,6 +136,26 @@ shop/thief unaddressed 0/1 other Services have its addresses`
 	says := func() string { return s.says("") }
 	testkit.Eventually(t, time.Minute, "all are programmed", func() bool { return says() == want }, says)
 
+	keeps := objects(9, "shop/keeps", "there")
+	keeps.Services[name("shop/keeps")].LoadBalancerIPs = []netip.Addr{addr("203.0.113.9")}
+	keeps.Services[name("shop/keeps")].ClientAddress = snapshot.ClientAddressKeep
+	s.queue.Put(keeps)
+	kept := func() string { return s.says("name=keeps") }
+	testkit.Eventually(t, time.Minute, "it is masqueraded", func() bool {
+		return kept() == "shop/keeps masquerades 1/1 this node's address is on no Ethernet device"
+	}, kept)
+	if c := s.o.Status().ClientAddresses; c == nil || c.Kept != 0 || c.Masqueraded != 1 || len(c.Services) != 1 ||
+		c.Services[0].Service != "shop/keeps" || c.Services[0].Reason != "device" {
+		t.Errorf("of the clients' addresses: %+v", c)
+	}
+	s.queue.Put(snapshot.Delta{Link: &snapshot.Link{Device: "eth0", Nodes: map[string]snapshot.Neighbour{
+		"there": {Addrs: [2]netip.Addr{addr("192.0.2.3")}}}}})
+	testkit.Eventually(t, time.Minute, "it is kept", func() bool { return kept() == "shop/keeps programmed 1/1 " }, kept)
+	if c := s.o.Status().ClientAddresses; c == nil || c.Kept != 1 || c.Masqueraded != 0 || c.Services != nil {
+		t.Errorf("of the clients' addresses: %+v", c)
+	}
+	s.queue.Put(snapshot.Delta{Services: map[snapshot.Name]*snapshot.Service{name("shop/keeps"): nil}})
+	testkit.Eventually(t, time.Minute, "it is gone", func() bool { return s.o.Status().ClientAddresses == nil }, kept)
 	if got := s.says("for=true"); !strings.HasPrefix(got, "shop/shares ") || strings.Contains(got, "\n") {
 		t.Errorf("with backends that somebody asked for: %s", got)
 	}

@@ -38,11 +38,13 @@ const (
 	Ejects State = "ejects"
 	// Unscheduled: it asks for IPVS, and is programmed without.
 	Unscheduled State = "unscheduled"
+	// Masquerades: it asks to keep its clients' addresses, and this node masquerades them.
+	Masquerades State = "masquerades"
 	// Programmed: none of these.
 	Programmed State = "programmed"
 )
 
-var states = []State{Rejected, Waiting, Unaddressed, Refuses, Drops, Ejects, Unscheduled, Programmed}
+var states = []State{Rejected, Waiting, Unaddressed, Refuses, Drops, Ejects, Unscheduled, Masquerades, Programmed}
 
 // Rank orders states, the worst first.
 func (s State) Rank() int { return slices.Index(states, s) }
@@ -65,6 +67,8 @@ type Service struct {
 	Endpoints int           `json:"endpoints"`
 	Usable    int           `json:"usable"`
 	Ports     []PortOfState `json:"ports,omitempty"`
+	// ClientAddress is kept or masqueraded if the Service is to keep its clients' addresses; empty for others.
+	ClientAddress string `json:"clientAddress,omitempty"`
 }
 
 // PortOfState is one port of a Service, in all families.
@@ -187,9 +191,24 @@ func (s *Service) judge(programmed *dataplane.Service) {
 	}
 }
 
+// clients takes over whether what is programmed keeps its clients' addresses.
+func (s *Service) clients(programmed *dataplane.Service) {
+	switch why := programmed.NotKept(); {
+	case why != dataplane.KeptOrNotAsked:
+		if s.ClientAddress = "masqueraded"; s.State == Programmed {
+			s.is(Masquerades, why.Text())
+		}
+	case programmed.Keeps():
+		s.ClientAddress = "kept"
+	}
+}
+
 // Short returns a copy without what names Services, but for why transactions fail.
 func (s Status) Short() Status {
 	s.Quarantined.Services, s.Ejected.Endpoints, s.Recent, s.Digests = nil, nil, nil, nil
 	s.Preflight, s.Unread, s.Ledger, s.Drift.Last = nil, nil, nil, nil
+	if s.ClientAddresses != nil {
+		s.ClientAddresses = &ClientAddresses{Kept: s.ClientAddresses.Kept, Masqueraded: s.ClientAddresses.Masqueraded}
+	}
 	return s
 }

@@ -38,6 +38,8 @@ type Status struct {
 	Quarantined Quarantined `json:"quarantined"`
 	Ejected     Ejected     `json:"ejected"`
 	Drift       Drift       `json:"drift"`
+	// ClientAddresses is nil if no Service is to keep its clients' addresses.
+	ClientAddresses *ClientAddresses `json:"clientAddresses,omitempty"`
 	// Preflight is what on this host stops packets of Services although the rules are right, as it was found last.
 	Preflight []Finding `json:"preflight,omitempty"`
 	// Unread are the first maxNamed manifests that cannot be read; what they said before stays in force.

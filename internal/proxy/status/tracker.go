@@ -13,6 +13,7 @@ import (
 	"time"
 
 	"github.com/verdict-proxy/verdict/internal/system/clip"
+	"github.com/verdict-proxy/verdict/sync/dataplane"
 	"github.com/verdict-proxy/verdict/sync/reconcile"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
@@ -54,6 +55,8 @@ type Tracker struct {
 	drift    Drift
 	// recent are the last transactions, the oldest first.
 	recent []Change
+	// keeping are the Services that are to keep their clients' addresses, as they are programmed.
+	keeping map[snapshot.Name]dataplane.NotKept
 }
 
 // changed is a Service as it was programmed, and when; without a Service it is gone.
@@ -72,7 +75,7 @@ type known struct {
 // New returns a Tracker.
 func New(o Options) *Tracker {
 	return &Tracker{o: o, started: time.Now(), changed: map[snapshot.Name]changed{},
-		services: map[snapshot.Name]known{}}
+		services: map[snapshot.Name]known{}, keeping: map[snapshot.Name]dataplane.NotKept{}}
 }
 
 // Bounds of an answer.
@@ -183,6 +186,8 @@ func (t *Tracker) written(w reconcile.Transaction) {
 func (t *Tracker) committed(c reconcile.Commit) {
 	change := Change{At: time.Now(), Added: c.Added, Replaced: c.Replaced, Removed: c.Removed,
 		Seconds: (c.Plan + c.Encode + c.Receipt.Commit).Seconds()}
+	t.mu.Lock()
+	defer t.mu.Unlock()
 	for i, after := range c.After {
 		service := cmp.Or(after, c.Before[i])
 		if service == nil {
@@ -191,9 +196,8 @@ func (t *Tracker) committed(c reconcile.Commit) {
 		if change.Count++; len(change.Services) < maxChanged {
 			change.Services = append(change.Services, service.Name.String())
 		}
+		t.noteClients(service.Name, after)
 	}
-	t.mu.Lock()
-	defer t.mu.Unlock()
 	if len(t.recent) == maxRecent {
 		t.recent = slices.Delete(t.recent, 0, 1)
 	}
@@ -256,7 +260,7 @@ func (t *Tracker) status() Status {
 	s.Services, s.Digest = len(t.services), t.sum
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	s.Failing, s.Drift = t.failing, t.drift
+	s.Failing, s.Drift, s.ClientAddresses = t.failing, t.drift, t.clients()
 	s.Recent = slices.Clone(t.recent)
 	slices.Reverse(s.Recent)
 	for _, q := range rejected {
