@@ -146,7 +146,8 @@ func TestClientAddressAffinity(t *testing.T) {
 			labtest.Check(t, s.Outside.AddAddr("eth0", netip.PrefixFrom(client, f.Bits())))
 			pod := ""
 			for port := range 6 {
-				r := s.Outside.Dial(snapshot.TCP, s.web(f), lab.Options{From: netip.AddrPortFrom(client, uint16(20000+7*port))})
+				o := lab.Options{From: netip.AddrPortFrom(client, uint16(20000+7*port)), Timeout: patience}
+				r := s.Outside.Dial(snapshot.TCP, s.web(f), o)
 				if r.Outcome != lab.Answered || r.Source.Addr() != client || pod != "" && r.Endpoint != pod {
 					t.Fatalf("%v, after %q: %s", client, pod, r)
 				}

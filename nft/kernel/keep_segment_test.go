@@ -34,6 +34,9 @@ type segment struct {
 	*labtest.Segment
 	t     testing.TB
 	nodes []*keepNode
+	// port is how many ports TCP clients have had: a flow is remembered for minutes, also if another connection has its
+	// ports.
+	port int
 }
 
 // keepNode is a node with its backend.
@@ -143,7 +146,12 @@ func (s *segment) dial(p snapshot.Protocol, f ipfamily.Family, n int, kept bool)
 	s.t.Helper()
 	by := map[string]int{}
 	for range n {
-		r := s.Outside.Dial(p, s.web(f), lab.Options{})
+		o := lab.Options{Timeout: patience}
+		if p == snapshot.TCP {
+			o.From = netip.AddrPortFrom(s.Outside.IP(f), uint16(1024+s.port%31000))
+			s.port++
+		}
+		r := s.Outside.Dial(p, s.web(f), o)
 		if r.Outcome != lab.Answered {
 			s.t.Fatalf("%s %s: %s", p, f, r)
 		}

@@ -78,22 +78,25 @@ func newShopNode(t *testing.T, endpoints int, mode string) *shopNode {
 	return n
 }
 
-// startProxy starts a proxy on a host, waits until it has programmed its Services, and ends it with the test.
-func startProxy(t *testing.T, on *lab.Host, log *logBuffer, flags ...string) {
+// startProxy starts a proxy on a host, waits until it has programmed its Services, and ends it with the test, or when
+// stop is called.
+func startProxy(t *testing.T, on *lab.Host, log *logBuffer, flags ...string) (stop func()) {
 	t.Helper()
 	cmd := on.Command("/proc/self/exe", append([]string{"--backend=nftables", "--keeper=none"}, flags...)...)
 	cmd.Env = append(os.Environ(), beToy+"=1")
 	cmd.Stdout, cmd.Stderr = log, log
 	labtest.Check(t, cmd.Start())
-	t.Cleanup(func() {
+	stop = sync.OnceFunc(func() {
 		err := errors.Join(cmd.Process.Signal(syscall.SIGTERM), cmd.Wait())
 		if err != nil || t.Failed() {
 			t.Errorf("%v\n%s", err, log.String())
 		}
 	})
+	t.Cleanup(stop)
 	testkit.Eventually(t, 30*time.Second, "the proxy's start", func() bool {
 		return strings.Contains(log.String(), "all Services are programmed")
 	}, log.String)
+	return stop
 }
 
 // firewall replaces the rules for what a pod receives.
