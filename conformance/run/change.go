@@ -6,6 +6,8 @@ import (
 	"fmt"
 	"maps"
 	"net/netip"
+	"os"
+	"path/filepath"
 	"slices"
 	"strings"
 	"time"
@@ -414,10 +416,33 @@ func (t *teller) route(s *cases.RouteStep) error {
 
 // run runs a program that does to a node what others may do.
 func (t *teller) run(s *cases.Step) error {
+	host, input := t.testbed.Host(s.Run.On), []byte(nil)
 	t.undo = append(t.undo, t.restoreProxies)
-	out, err := t.testbed.Host(s.Run.On).Run(s.Run.Args[0], s.Run.Args[1:]...)
+	if s.Run.Undo != "" {
+		t.undo = append(t.undo, func(context.Context) error {
+			_, err := host.Run("sh", "-c", s.Run.Undo)
+			return err
+		})
+	}
+	if s.Run.Reads != "" {
+		var err error
+		if input, err = os.ReadFile(neighbourFile(s.Run.Reads)); err != nil {
+			return err
+		}
+	}
+	out, err := host.RunInput(string(input), s.Run.Args[0], s.Run.Args[1:]...)
 	if err == nil && !strings.Contains(out, s.Run.Says) {
 		err = fmt.Errorf("%s on %s does not say %q: %s", strings.Join(s.Run.Args, " "), s.Run.On, s.Run.Says, out)
 	}
 	return err
+}
+
+// neighbourFile returns the path of a file that "make neighbours" makes.
+func neighbourFile(name string) string {
+	cache := os.Getenv("VERDICT_CACHE")
+	if cache == "" {
+		cache, _ = os.UserCacheDir()
+		cache = filepath.Join(cache, "verdict")
+	}
+	return filepath.Join(cache, "neighbours", name)
 }

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"maps"
 	"net/netip"
+	"os"
 	"regexp"
 	"slices"
 	"strings"
@@ -141,6 +142,14 @@ func (t *teller) unfit() string {
 	for i := range t.story.Steps {
 		if p := t.story.Steps[i].Proxy; p != nil && (p.With != nil || p.Own != nil) && !t.testbed.Kind.Adjustable() {
 			return "it changes the configuration, which is not known of this proxy"
+		}
+		if r := t.story.Steps[i].Run; r != nil && r.Reads != "" {
+			if strings.Contains(t.testbed.Kind.Name, "iptables") {
+				return "its own rules are in the tables that the story writes"
+			}
+			if _, err := os.Stat(neighbourFile(r.Reads)); err != nil {
+				return "it needs what other programs write: make neighbours"
+			}
 		}
 	}
 	return ""
