@@ -20,6 +20,14 @@ type scenario struct {
 	// prepare makes the endpoints, run begins the traffic and does the harm.
 	prepare func(*scene) error
 	run     func(*scene) error
+	// expects are the causes that failures may have once the harm is done.
+	expects []string
+}
+
+// expecting is a scenario whose harm makes connections fail for these causes.
+func (s scenario) expecting(causes ...string) scenario {
+	s.expects = causes
+	return s
 }
 
 // four are where the endpoints of most scenarios are; the clients are on the node of the first three.
@@ -78,7 +86,7 @@ func prepareFour(s *scene) (err error) {
 func harm(name string, do func(*scene, []*endpoint) error) scenario {
 	return scenario{name: name, prepare: prepareFour, run: func(s *scene) error {
 		s.traffic(s.settings.Rate, seconds(s.settings.Length))
-		if err := s.until(seconds(s.settings.Before)); err != nil {
+		if err := s.untilHarm(); err != nil {
 			return err
 		}
 		if err := do(s, s.old); err != nil {
@@ -96,7 +104,7 @@ func noEndpoint(s *scene) error {
 	}
 	s.atEnd(func() error { return s.Host("node-a").Sysctl("net/ipv4/icmp_ratemask", "0") })
 	s.traffic(2*s.settings.Rate, seconds(s.settings.Length))
-	if err := s.until(seconds(s.settings.Before)); err != nil {
+	if err := s.untilHarm(); err != nil {
 		return err
 	}
 	s.drop(s.old...)
@@ -133,7 +141,7 @@ const (
 func rollout(name string, grace time.Duration) scenario {
 	return scenario{name: name, prepare: prepareRollout, run: func(s *scene) error {
 		s.traffic(s.settings.Rate, seconds(s.settings.Length))
-		if err := s.until(seconds(s.settings.Before)); err != nil {
+		if err := s.untilHarm(); err != nil {
 			return err
 		}
 		done := make(chan error, replicas)
@@ -208,7 +216,7 @@ func heldCut(name string, changed bool) scenario {
 		}
 		s.began = time.Now()
 		s.traffic(s.settings.Rate/4, seconds(s.settings.Length))
-		if err := s.until(seconds(s.settings.Before)); err != nil {
+		if err := s.untilHarm(); err != nil {
 			return err
 		}
 		cut := time.Now()
@@ -248,7 +256,7 @@ func graceful(s *scene) error {
 	}
 	s.began = time.Now()
 	s.traffic(s.settings.Rate/4, seconds(s.settings.Length))
-	if err := s.until(seconds(s.settings.Before)); err != nil {
+	if err := s.untilHarm(); err != nil {
 		return err
 	}
 	if _, err := s.endpoints("a3", "b3"); err != nil {
@@ -276,6 +284,7 @@ func many(name string, do func(*scene, []*endpoint) error) scenario {
 			return err
 		}
 		s.began = time.Now()
+		s.failures.Harm()
 		length := seconds(s.settings.Length)
 		if s.counts && s.settings.Connections > 0 {
 			length = seconds(float64(s.settings.Connections) / s.settings.ManyRate)
@@ -350,7 +359,7 @@ func forbid(s *scene, all []*endpoint) error {
 	go func() {
 		defer close(ended)
 		for !stop.Load() {
-			go func() { _, _ = connectOnce(s.ctx, client, s.to, s.clients.limit) }()
+			go func() { _, _, _ = connectOnce(s.ctx, client, s.to, s.clients.limit) }()
 			time.Sleep(50 * time.Millisecond)
 		}
 	}()

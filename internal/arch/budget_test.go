@@ -17,7 +17,7 @@ var budget = map[string]int{
 	"internal/proxy":   28_270,
 	"internal/answers": 15_120,
 	"internal/gateway": 3_820,
-	"internal/lab":     10_420,
+	"internal/lab":     10_570,
 }
 
 // slack is how far below its budget a wing may be before the budget has to follow.

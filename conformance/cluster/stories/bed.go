@@ -60,7 +60,7 @@ func (b *Bed) Prepare(ctx context.Context) error {
 	for _, n := range b.Nodes {
 		logs = append(logs, n.PodLogs())
 	}
-	if b.changes, err = startRecord(b.client, b.Reports, logs); err != nil {
+	if b.changes, err = startRecord(b.Reports, logs); err != nil {
 		return err
 	}
 	for _, n := range b.Nodes {
@@ -72,6 +72,9 @@ func (b *Bed) Prepare(ctx context.Context) error {
 		return err
 	}
 	b.Log("starting servers and clients")
+	if b.watch, err = b.record(ctx); err != nil { // of what began before, the recorder would know too little
+		return err
+	}
 	if err := b.Apply(ctx, fmt.Sprintf(traffic, cluster.WorkloadImage)); err != nil {
 		return err
 	}
@@ -93,8 +96,7 @@ func (b *Bed) Prepare(ctx context.Context) error {
 	case <-ctx.Done():
 	case <-time.After(settle):
 	}
-	b.watch, err = b.record(ctx)
-	return errors.Join(err, ctx.Err())
+	return ctx.Err()
 }
 
 // Close ends the clients that are on no node, and the recorder.

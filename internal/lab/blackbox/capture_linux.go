@@ -77,14 +77,19 @@ func openCapture() (c *capture, err error) {
 	return c, nil
 }
 
-// run calls do with each packet until the capture is closed, and lost with how many there was no room for.
-func (c *capture) run(do func(*packet), lost func(uint64)) {
+// run calls do with each packet until the capture is closed, read with the time before which it has read all that came,
+// in nanoseconds, and lost with how many there was no room for.
+func (c *capture) run(do func(*packet), read func(int64), lost func(uint64)) {
 	defer unix.Munmap(c.memory)
 	var p packet
 	for {
 		_ = c.file.SetReadDeadline(time.Now().Add(2 * captureWindow)) // so that what was lost is counted in time
 		err := c.raw.Read(func(uintptr) bool {
+			now := time.Now()
 			c.blocks(&p, do)
+			if c.read < capturePace {
+				read(now.Add(-2 * captureRetire * time.Millisecond).UnixNano())
+			}
 			return c.read >= capturePace
 		})
 		if err != nil && !errors.Is(err, os.ErrDeadlineExceeded) {
