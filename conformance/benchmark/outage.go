@@ -127,6 +127,9 @@ const outageSyncPeriod = time.Second
 // scenarios runs those that share the testbed first, and then the others one by one.
 func (p *OutagePlan) scenarios(ctx context.Context, b *outageBed, all []*scenario, repeat int) error {
 	limit := make(chan struct{}, max(1, p.Parallel))
+	if p.Results.Settings.Explain { // counters of what the kernel drops are those of a pod, and not of a scenario
+		limit = make(chan struct{}, 1)
+	}
 	errs := make([]error, len(all))
 	var wait sync.WaitGroup
 	for i, s := range all {

@@ -4,12 +4,14 @@ import (
 	"errors"
 	"fmt"
 	"net/netip"
+	"slices"
 	"sync/atomic"
 	"time"
 
 	"golang.org/x/sys/unix"
 
 	"github.com/verdict-proxy/verdict/internal/lab"
+	"github.com/verdict-proxy/verdict/internal/lab/blackbox"
 )
 
 // scenario is something that happens to endpoints of a Service while clients use it.
@@ -35,30 +37,46 @@ var four = []string{"a1", "a2", "a3", "b1"}
 
 // scenarios are all, in the order of the table.
 var scenarios = []scenario{
-	harm("one-blackholed", func(s *scene, all []*endpoint) error { return s.blackhole(all[0]) }),
-	harm("one-refusing", func(_ *scene, all []*endpoint) error { return all[0].refuse() }),
-	harm("one-flapping", flap),
-	harm("one-answers-late", func(_ *scene, all []*endpoint) error { return all[0].slow(lateness, false) }),
-	harm("one-accepts-late", func(_ *scene, all []*endpoint) error { return all[0].slow(lateness, true) }),
-	harm("all-dead", func(s *scene, all []*endpoint) error { return each(all, s.blackhole) }),
-	harm("all-refusing", func(_ *scene, all []*endpoint) error { return each(all, (*endpoint).refuse) }),
-	{name: "no-endpoint", alone: true, prepare: prepareFour, run: noEndpoint},
-	rollout("rollout-grace-0s", 0),
-	rollout("rollout-grace-1s", time.Second),
-	rollout("rollout-grace-30s", 30*time.Second),
-	alone(harm("node-cut", func(s *scene, _ []*endpoint) error { return s.cut("node-b") })),
-	heldCut("held-node-cut-slice-after-1s", true),
-	heldCut("held-node-cut-slice-never", false),
-	{name: "held-graceful-rollout", alone: true, prepare: prepareGraceful, run: graceful},
+	harm("one-blackholed", func(s *scene, all []*endpoint) error { return s.blackhole(all[0]) }).expecting(silent...),
+	harm("one-refusing", func(_ *scene, all []*endpoint) error { return all[0].refuse() }).expecting(closed...),
+	harm("one-flapping", flap).expecting(closed...),
+	harm("one-answers-late", func(_ *scene, all []*endpoint) error { return all[0].slow(lateness, false) }).
+		expecting("server was silent"),
+	harm("one-accepts-late", func(_ *scene, all []*endpoint) error { return all[0].slow(lateness, true) }).
+		expecting(append(silent, "server was silent", "accept queue overflowed")...),
+	harm("all-dead", func(s *scene, all []*endpoint) error { return each(all, s.blackhole) }).expecting(silent...),
+	harm("all-refusing", func(_ *scene, all []*endpoint) error { return each(all, (*endpoint).refuse) }).
+		expecting(closed...),
+	scenario{name: "no-endpoint", alone: true, prepare: prepareFour, run: noEndpoint}.
+		expecting("no ready endpoint", "not programmed yet"),
+	rollout("rollout-grace-0s", 0).expecting(gone...),
+	rollout("rollout-grace-1s", time.Second).expecting(gone...),
+	rollout("rollout-grace-30s", 30*time.Second).expecting(gone...),
+	alone(harm("node-cut", func(s *scene, _ []*endpoint) error { return s.cut("node-b") })).expecting(cut...),
+	heldCut("held-node-cut-slice-after-1s", true).expecting(cut...),
+	heldCut("held-node-cut-slice-never", false).expecting(cut...),
+	scenario{name: "held-graceful-rollout", alone: true, prepare: prepareGraceful, run: graceful}.expecting(closed...),
 	many("loss-5-percent", func(s *scene, all []*endpoint) error {
 		return each(all, func(e *endpoint) error { return s.lossy(e, 5) })
-	}),
+	}).expecting(lossy...),
 	many("loss-20-percent", func(s *scene, all []*endpoint) error {
 		return each(all, func(e *endpoint) error { return s.lossy(e, 20) })
-	}),
+	}).expecting(lossy...),
 	many("syn-flood", flood),
 	many("one-client-forbidden", forbid),
 }
+
+// What failures of the scenarios are expected to come from, as the recorder calls it. A proxy deletes the entries of a
+// connection without an answer, so that its next packet goes to another endpoint.
+var (
+	silent = []string{"endpoint was silent", "entry deleted"}
+	closed = []string{"nothing listened", "server closed"}
+	gone   = append([]string{"no way to the endpoint", "endpoint was gone", "server was silent", "released"},
+		slices.Concat(silent, closed)...)
+	cut = append([]string{"no way to the endpoint", "lost on the way", "server was silent", "released"}, silent...)
+	// The recorder sees packets before the rules that lose them do.
+	lossy = append([]string{"lost on the way", "server was silent", blackbox.Unexplained}, silent...)
+)
 
 // lateness is how long a slow server takes.
 const lateness = 3 * time.Second

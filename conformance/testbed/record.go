@@ -64,6 +64,8 @@ const (
 	shownOfCause = 3
 	// notExplained stands for the causes of failures beyond maxExplained.
 	notExplained = "not explained"
+	// expectedUnseen is the cause of what nothing explains where a scenario expects that.
+	expectedUnseen = "the scenario's own, unseen"
 )
 
 // Failures explains why connections of one scenario failed. Nil explains nothing. It is safe for concurrent use.
@@ -80,7 +82,8 @@ type Failures struct {
 	shown  map[string][]string
 }
 
-// Failures returns what explains the failures of a scenario. From its harm on, the scenario expects these causes.
+// Failures returns what explains the failures of a scenario. From its harm on, the scenario expects these causes;
+// blackbox.Unexplained is one where the recorder cannot see the harm.
 // Without a recorder, it returns nil.
 func (tb *Testbed) Failures(expects ...string) *Failures {
 	if tb.Box == nil {
@@ -119,8 +122,11 @@ func (f *Failures) Add(failure blackbox.Failure) {
 func (f *Failures) add(x blackbox.Explanation) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	f.causes[x.Cause]++
-	if !f.harmed.IsZero() && !x.Failed.Before(f.harmed) && slices.Contains(f.expects, x.Cause) {
+	expected := !f.harmed.IsZero() && !x.Failed.Before(f.harmed) && slices.Contains(f.expects, x.Cause)
+	if expected && x.Cause == blackbox.Unexplained {
+		x.Cause = expectedUnseen
+	}
+	if f.causes[x.Cause]++; expected {
 		return
 	}
 	f.shown[x.Cause] = append(f.shown[x.Cause], x.String())

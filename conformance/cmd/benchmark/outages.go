@@ -87,7 +87,8 @@ the end, and with --render alone, it writes OUT/outages.md and a picture beside 
 	f.StringVar(&o.out, "out", "", "a directory for results, tables and the picture (default bin/outages, with --quick "+
 		"bin/outages-quick)")
 	f.BoolVar(&o.explain, "explain", false, "record why connections fail, print causes that a scenario does not expect, "+
-		"and fail if there is none; it takes processor time from what is measured, so such results are for no table")
+		"and fail if there is none; scenarios run one by one, and it takes processor time from what is measured, so "+
+		"such results are for no table")
 	f.BoolVar(&o.fresh, "fresh", false, "begin anew, whatever results there are")
 	f.BoolVar(&o.render, "render", false, "measure nothing: only write tables and the picture of the results there are")
 	f.BoolVar(&o.docs, "docs", false, "also write tables and the picture into docs/evidence/BENCHMARKS.md and docs/images")
