@@ -157,6 +157,7 @@ func (s *scene) createService() error {
 		return err
 	}
 	s.to = netip.AddrPortFrom(netip.MustParseAddr(service.Spec.ClusterIP), servicePort)
+	s.Made(service)
 	s.atEnd(func() error {
 		ctx := context.WithoutCancel(s.ctx)
 		slices := s.Client.DiscoveryV1().EndpointSlices(s.namespace)

@@ -9,6 +9,7 @@ import (
 	"sync"
 	"time"
 
+	v1 "k8s.io/api/core/v1"
 	discovery "k8s.io/api/discovery/v1"
 
 	"github.com/verdict-proxy/verdict/internal/lab"
@@ -30,6 +31,14 @@ func (tb *Testbed) Record(ctx context.Context, dir string) error {
 	ctx, tb.stopRecord = context.WithCancel(ctx)
 	tb.Box = blackbox.New(blackbox.Config{Packets: packetsKept, Late: changesLate, Dir: dir})
 	return errors.Join(tb.Box.Watch(tb.Hosts()...), control.Record(ctx, tb.Client, tb.Box, nil))
+}
+
+// Made tells the recorder, if there is one, of a Service that was made. Its own watch may be as late as any other after
+// the API server was away.
+func (tb *Testbed) Made(s *v1.Service) {
+	if tb.Box != nil {
+		tb.Box.Service(control.ServiceOf(s))
+	}
 }
 
 // Writes tells the recorder, if there is one, of an EndpointSlice that is about to be written.

@@ -154,6 +154,7 @@ func (r *recording) createService(name string, port uint16, affinity int) (*web,
 		made, err := client.Create(ctx, service, metav1.CreateOptions{})
 		if err == nil {
 			w.to = netip.AddrPortFrom(netip.MustParseAddr(made.Spec.ClusterIP), servicePort)
+			w.Made(made)
 		}
 		return err
 	})

@@ -18,6 +18,9 @@ const (
 	captureBlocks = 32
 	// captureRetire is after how many milliseconds a block is read although it is not full.
 	captureRetire = 40
+	// captureLate is how long a packet may be in a block that is not given over yet: the kernel's timer gives over what
+	// has not changed since it looked last, and may itself be late.
+	captureLate = 4 * captureRetire * time.Millisecond
 	// captureSnap is how many bytes of a packet are kept: enough for an ICMPv6 error with the ports it is about.
 	captureSnap = 96
 	// capturePace bounds the processor time: in each captureWindow, no more packets are read. The kernel drops what it
@@ -88,7 +91,7 @@ func (c *capture) run(do func(*packet), read func(int64), lost func(uint64)) {
 			now := time.Now()
 			c.blocks(&p, do)
 			if c.read < capturePace {
-				read(now.Add(-2 * captureRetire * time.Millisecond).UnixNano())
+				read(now.Add(-captureLate).UnixNano())
 			}
 			return c.read >= capturePace
 		})

@@ -25,7 +25,7 @@ func Record(ctx context.Context, client kubernetes.Interface, box *blackbox.Box,
 	core := client.CoreV1().RESTClient()
 	f.follow(core, "services", &v1.Service{}, func(o any, deleted bool) {
 		if s, is := o.(*v1.Service); is && !deleted {
-			box.Service(serviceOf(s))
+			box.Service(ServiceOf(s))
 		}
 	})
 	f.follow(client.DiscoveryV1().RESTClient(), "endpointslices", &discovery.EndpointSlice{}, func(o any, deleted bool) {
@@ -76,7 +76,8 @@ func (f *follower) follow(from cache.Getter, resource string, of runtime.Object,
 	go informer.Run(f.ctx.Done())
 }
 
-func serviceOf(s *v1.Service) blackbox.Service {
+// ServiceOf returns what a recorder knows of a Service.
+func ServiceOf(s *v1.Service) blackbox.Service {
 	out := blackbox.Service{Name: s.Namespace + "/" + s.Name}
 	all := append(append([]string{}, s.Spec.ClusterIPs...), s.Spec.ExternalIPs...)
 	for _, i := range s.Status.LoadBalancer.Ingress {
