@@ -17,7 +17,7 @@ func TestLock(t *testing.T) {
 		t.Fatal(err)
 	}
 	for what, do := range map[string]func() error{
-		"up":   func() error { return second.Up(t.Context()) },
+		"up":   func() error { return second.Up(t.Context(), Neighbors{}) },
 		"down": second.Down,
 	} {
 		want := fmt.Sprintf("process %d, with its files in %s, starts or ends a cluster", os.Getpid(), first.dir)

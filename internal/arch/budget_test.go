@@ -10,14 +10,14 @@ import (
 // in the commit what the lines are for, and what they replace.
 var budget = map[string]int{
 	"cmd":              4_800,
-	"nft":              19_430,
+	"nft":              19_450,
 	"ipvsplugin":       3_270,
-	"sync":             15_950,
-	"internal/system":  7_660,
-	"internal/proxy":   28_270,
+	"sync":             15_940,
+	"internal/system":  8_250,
+	"internal/proxy":   28_200,
 	"internal/answers": 15_120,
 	"internal/gateway": 3_820,
-	"internal/lab":     10_570,
+	"internal/lab":     10_800,
 }
 
 // slack is how far below its budget a wing may be before the budget has to follow.

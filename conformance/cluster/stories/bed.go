@@ -179,7 +179,9 @@ func (b *Bed) reports(ctx context.Context) (map[string]cluster.Report, error) {
 	for name, address := range at {
 		wait.Go(func() {
 			var r cluster.Report
-			err := cluster.Wait(ctx, time.Minute, "client "+name+" reports", func() error { return fetch(client, address, &r) })
+			err := cluster.Wait(ctx, time.Minute, "client "+name+" reports", func() error {
+				return fetch(client, address+"/report", &r)
+			})
 			mu.Lock()
 			defer mu.Unlock()
 			reports[name], errs = r, append(errs, err)
@@ -195,8 +197,9 @@ func (b *Bed) fromOutside() *http.Client {
 		Transport: &http.Transport{DialContext: cluster.DialFrom(b.Outside()), DisableKeepAlives: true}}
 }
 
-func fetch(client *http.Client, address string, r *cluster.Report) error {
-	answer, err := client.Get("http://" + address + "/report")
+// fetch reads a report at a URL without its scheme.
+func fetch(client *http.Client, at string, r *cluster.Report) error {
+	answer, err := client.Get("http://" + at)
 	if err != nil {
 		return err
 	}
