@@ -138,7 +138,7 @@ history: tools ## record how stale Verdict and kube-proxy are: an hour; continue
 	$(HISTORY)
 
 # The second and third runs show that the checker catches wrong proxies: status 1 means a violation, and nothing else.
-HISTORY_SLICE = --repeat 1 --length 8s --bound 4s --fresh
+HISTORY_SLICE = --repeat 1 --length 8s --bound 4s --explain --fresh
 history-slice: tools build ## some short histories: Verdict, and two proxies that must fail
 	$(HISTORY) $(HISTORY_SLICE) --proxy verdict --run '^(churn|affinity-killed)$$' --out $(BIN)/history-slice
 	$(BIN)/history $(HISTORY_SLICE) --proxy conformance/testdata/late.yaml --run '^churn$$' \
@@ -150,7 +150,7 @@ history-slice: tools build ## some short histories: Verdict, and two proxies tha
 PIECE ?= 1
 history-kills: tools build ## record an hour of random histories in which proxies and the API server are killed: PIECE=1, 2, ...
 	$(HISTORY) --proxy verdict --run '^(killed|restarted|affinity-killed|api-gone)$$' --length 60s --repeat 11 \
-		--bound 3m --seed $(PIECE)000000 --out $(BIN)/history-kills/$(PIECE)
+		--bound 3m --explain --seed $(PIECE)000000 --out $(BIN)/history-kills/$(PIECE)
 
 bench-go: ## measure the whole line to the kernel, and the kernel alone, without a cluster
 	$(GO) test -run XXX -bench . -benchtime 10x ./nft/kernel ./internal/lab/benchmark

@@ -8,6 +8,7 @@ import (
 	"path/filepath"
 	"regexp"
 	"slices"
+	"strings"
 	"sync"
 	"time"
 
@@ -24,8 +25,9 @@ type OutagePlan struct {
 	Run      *regexp.Regexp
 	Parallel int
 	Programs testbed.Programs
-	// Dir is an empty directory for all files.
-	Dir string
+	// Dir is an empty directory for all files. With Results.Settings.Explain, records of failures that nothing explains
+	// go to Unexplained.
+	Dir, Unexplained string
 	// Results gets the cells, and is saved after each. Cells that it holds already are not measured again.
 	Results *results.Outages
 	Save    func() error
@@ -43,7 +45,8 @@ func OutageScenarios() (names []string) {
 	return names
 }
 
-// Measure measures all missing cells: every proxy once, then every proxy again.
+// Measure measures all missing cells: every proxy once, then every proxy again. It fails in the end if a failure of any
+// cell has no known cause.
 func (p *OutagePlan) Measure(ctx context.Context) error {
 	machine, err := ThisMachine()
 	if err != nil {
@@ -62,7 +65,7 @@ func (p *OutagePlan) Measure(ctx context.Context) error {
 			}
 		}
 	}
-	return nil
+	return results.Unexplained(p.Results.Cells, p.Unexplained)
 }
 
 // missing gives the scenarios that this proxy has not been measured in.
@@ -103,6 +106,11 @@ func (p *OutagePlan) proxy(ctx context.Context, name string, repeat int, peers t
 	if err := tb.SetMinSyncPeriod(ctx, outageSyncPeriod); err != nil {
 		return err
 	}
+	if p.Results.Settings.Explain {
+		if err := tb.Record(ctx, p.Unexplained); err != nil {
+			return err
+		}
+	}
 	b, err := newOutageBed(ctx, tb, p.Results.Settings)
 	if err != nil {
 		return err
@@ -119,6 +127,9 @@ const outageSyncPeriod = time.Second
 // scenarios runs those that share the testbed first, and then the others one by one.
 func (p *OutagePlan) scenarios(ctx context.Context, b *outageBed, all []*scenario, repeat int) error {
 	limit := make(chan struct{}, max(1, p.Parallel))
+	if p.Results.Settings.Explain { // counters of what the kernel drops are those of a pod, and not of a scenario
+		limit = make(chan struct{}, 1)
+	}
 	errs := make([]error, len(all))
 	var wait sync.WaitGroup
 	for i, s := range all {
@@ -146,7 +157,7 @@ func (p *OutagePlan) cell(ctx context.Context, b *outageBed, s *scenario, repeat
 	}
 	cell := &results.Outage{Run: results.Run{Scenario: s.name, Proxy: b.Kind.Name, Repeat: repeat}, Load: Load()}
 	cell.Began = time.Now().UTC().Truncate(time.Second)
-	err := b.play(ctx, s, cell)
+	unexpected, err := b.play(ctx, s, cell)
 	if ctx.Err() != nil {
 		return context.Cause(ctx)
 	}
@@ -156,6 +167,6 @@ func (p *OutagePlan) cell(ctx context.Context, b *outageBed, s *scenario, repeat
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	p.Results.Cells = append(p.Results.Cells, cell)
-	p.Say(cell.String())
+	p.Say(strings.Join(append([]string{cell.String()}, unexpected...), "\n"))
 	return p.Save()
 }

@@ -61,6 +61,7 @@ type scene struct {
 	began     time.Time
 	clients   *outageClients
 	held      []*heldConn
+	failures  *testbed.Failures
 	cell      *results.Outage
 	// old are the endpoints at the beginning, young those that come later.
 	old, young []*endpoint
@@ -78,46 +79,48 @@ var (
 	draining = state{terminating: true} // still serving
 )
 
-// play runs a scenario and judges what its clients saw.
-func (b *outageBed) play(ctx context.Context, def *scenario, cell *results.Outage) (err error) {
+// play runs a scenario and judges what its clients saw. It returns lines about failures that the scenario does not
+// expect, if the bed has a recorder.
+func (b *outageBed) play(ctx context.Context, def *scenario, cell *results.Outage) (unexpected []string, err error) {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
 	s := &scene{
 		outageBed: b, ctx: ctx, namespace: def.name, port: firstOutagePort + uint16(b.ports.Add(1)),
-		states: make(map[*endpoint]state), cell: cell,
+		states: make(map[*endpoint]state), cell: cell, failures: b.Failures(def.expects...),
 	}
 	s.clients = &outageClients{limit: seconds(b.settings.Timeout)}
 	defer func() { err = errors.Join(err, s.end()) }()
 	if err := s.createService(); err != nil {
-		return err
+		return nil, err
 	}
 	if err := def.prepare(s); err != nil {
-		return err
+		return nil, err
 	}
 	if err := s.publish(); err != nil {
-		return err
+		return nil, err
 	}
 	if err := b.Sync(ctx); err != nil {
-		return err
+		return nil, err
 	}
 	before, err := b.ejections(ctx)
 	if err != nil {
-		return err
+		return nil, err
 	}
 	s.began = time.Now()
 	if err := def.run(s); err != nil {
-		return err
+		return nil, err
 	}
 	s.clients.wait.Wait()
 	if def.alone && b.counts { // the counter does not say which scenario it counted
 		after, err := b.ejections(ctx)
 		if err != nil {
-			return err
+			return nil, err
 		}
 		cell.Ejections = new(after - before)
 	}
+	cell.Causes, unexpected = s.failures.Causes()
 	s.clients.judge(cell, seconds(b.settings.Before))
-	return nil
+	return unexpected, nil
 }
 
 // atEnd has something undone at the end of the scene, the last first.
@@ -154,6 +157,7 @@ func (s *scene) createService() error {
 		return err
 	}
 	s.to = netip.AddrPortFrom(netip.MustParseAddr(service.Spec.ClusterIP), servicePort)
+	s.Made(service)
 	s.atEnd(func() error {
 		ctx := context.WithoutCancel(s.ctx)
 		slices := s.Client.DiscoveryV1().EndpointSlices(s.namespace)
@@ -205,6 +209,7 @@ func (s *scene) publish() error {
 			},
 		})
 	}
+	s.Writes(slice)
 	client := s.Client.DiscoveryV1().EndpointSlices(s.namespace)
 	_, err := client.Update(s.ctx, slice, metav1.UpdateOptions{})
 	if apierrors.IsNotFound(err) {
@@ -215,6 +220,13 @@ func (s *scene) publish() error {
 
 // until sleeps until a time of the scene.
 func (s *scene) until(at time.Duration) error { return sleep(s.ctx, time.Until(s.began.Add(at))) }
+
+// untilHarm sleeps until the harm is to be done.
+func (s *scene) untilHarm() error {
+	err := s.until(seconds(s.settings.Before))
+	s.failures.Harm()
+	return err
+}
 
 // ejectionsMetric counts endpoints that Verdict has left out; other proxies have none.
 const ejectionsMetric = "verdict_ejections_total"

@@ -15,6 +15,7 @@ import (
 
 	"github.com/verdict-proxy/verdict/conformance/benchmark/results"
 	"github.com/verdict-proxy/verdict/internal/lab"
+	"github.com/verdict-proxy/verdict/internal/lab/blackbox"
 )
 
 // outageClients open one connection after the other, wait for the first byte and close it.
@@ -48,34 +49,58 @@ func (s *scene) traffic(rate float64, until time.Duration) {
 			from := s.from[turn%len(s.from)]
 			turn++
 			s.clients.wait.Go(func() {
-				at := time.Since(s.began)
-				took, err := connectOnce(s.ctx, from, s.to, s.clients.limit)
+				began := time.Now()
+				took, client, err := connectOnce(s.ctx, from, s.to, s.clients.limit)
+				if err != nil && s.ctx.Err() == nil {
+					s.failed(blackbox.Failure{From: from.Name, Client: client, Began: began}, err)
+				}
 				s.clients.mu.Lock()
 				defer s.clients.mu.Unlock()
-				s.clients.attempts = append(s.clients.attempts, attempt{at, took, reason(err)})
+				s.clients.attempts = append(s.clients.attempts, attempt{began.Sub(s.began), took, reason(err)})
 			})
 		}
 	})
 }
 
-// connectOnce gives the time that connect took. It leaves no connection behind.
-func connectOnce(ctx context.Context, from *lab.Host, to netip.AddrPort, limit time.Duration) (time.Duration, error) {
+// failed has a failure explained that happened just now.
+func (s *scene) failed(f blackbox.Failure, err error) {
+	f.Server, f.Failed, f.Err = s.to, time.Now(), err.Error()
+	s.failures.Add(f)
+}
+
+// connectOnce gives the time that connect took, and the client's address; invalid if no socket was made. It leaves no
+// connection behind.
+func connectOnce(ctx context.Context, from *lab.Host, to netip.AddrPort, limit time.Duration) (
+	took time.Duration, client netip.AddrPort, err error) {
 	began := time.Now()
 	ctx, cancel := context.WithTimeout(ctx, limit)
 	defer cancel()
 	c, err := from.DialContext(ctx, "tcp4", to.String())
-	took := time.Since(began)
+	took = time.Since(began)
 	if err != nil {
-		return took, err
+		if op := (*net.OpError)(nil); errors.As(err, &op) {
+			client = addrOf(op.Source)
+		}
+		return took, client, err
 	}
 	defer c.Close()
+	client = addrOf(c.LocalAddr())
 	if err := errors.Join(c.(*net.TCPConn).SetLinger(0), c.SetReadDeadline(time.Now().Add(limit))); err != nil {
-		return took, err
+		return took, client, err
 	}
 	if _, err = c.Read(make([]byte, 1)); errors.Is(err, os.ErrDeadlineExceeded) {
 		err = errNoByte
 	}
-	return took, err
+	return took, client, err
+}
+
+// addrOf converts an address of TCP; any other is invalid.
+func addrOf(a net.Addr) netip.AddrPort {
+	if tcp, is := a.(*net.TCPAddr); is {
+		own := tcp.AddrPort()
+		return netip.AddrPortFrom(own.Addr().Unmap(), own.Port())
+	}
+	return netip.AddrPort{}
 }
 
 // errNoByte says that a client was connected, and waited for the first byte in vain.
@@ -150,7 +175,13 @@ func (s *scene) hold(from *lab.Host, count int) error {
 		}
 		h := &heldConn{Conn: c, done: make(chan struct{})}
 		s.held = append(s.held, h)
-		go h.use()
+		began := time.Now()
+		go func() {
+			if h.use(); !errors.Is(h.err, net.ErrClosed) {
+				s.failed(blackbox.Failure{From: from.Name, Client: addrOf(c.LocalAddr()), Began: began, Held: true}, h.err)
+			}
+			close(h.done)
+		}()
 	}
 	return nil
 }
@@ -160,7 +191,6 @@ const heldPause = time.Second
 
 // use talks until the connection fails or is closed.
 func (h *heldConn) use() {
-	defer close(h.done)
 	buffer := make([]byte, 64)
 	for next := time.Now().Add(rand.N(heldPause)); ; next = next.Add(heldPause) {
 		_ = h.SetReadDeadline(next)

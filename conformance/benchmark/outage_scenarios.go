@@ -4,12 +4,14 @@ import (
 	"errors"
 	"fmt"
 	"net/netip"
+	"slices"
 	"sync/atomic"
 	"time"
 
 	"golang.org/x/sys/unix"
 
 	"github.com/verdict-proxy/verdict/internal/lab"
+	"github.com/verdict-proxy/verdict/internal/lab/blackbox"
 )
 
 // scenario is something that happens to endpoints of a Service while clients use it.
@@ -20,6 +22,14 @@ type scenario struct {
 	// prepare makes the endpoints, run begins the traffic and does the harm.
 	prepare func(*scene) error
 	run     func(*scene) error
+	// expects are the causes that failures may have once the harm is done.
+	expects []string
+}
+
+// expecting is a scenario whose harm makes connections fail for these causes.
+func (s scenario) expecting(causes ...string) scenario {
+	s.expects = causes
+	return s
 }
 
 // four are where the endpoints of most scenarios are; the clients are on the node of the first three.
@@ -27,30 +37,46 @@ var four = []string{"a1", "a2", "a3", "b1"}
 
 // scenarios are all, in the order of the table.
 var scenarios = []scenario{
-	harm("one-blackholed", func(s *scene, all []*endpoint) error { return s.blackhole(all[0]) }),
-	harm("one-refusing", func(_ *scene, all []*endpoint) error { return all[0].refuse() }),
-	harm("one-flapping", flap),
-	harm("one-answers-late", func(_ *scene, all []*endpoint) error { return all[0].slow(lateness, false) }),
-	harm("one-accepts-late", func(_ *scene, all []*endpoint) error { return all[0].slow(lateness, true) }),
-	harm("all-dead", func(s *scene, all []*endpoint) error { return each(all, s.blackhole) }),
-	harm("all-refusing", func(_ *scene, all []*endpoint) error { return each(all, (*endpoint).refuse) }),
-	{name: "no-endpoint", alone: true, prepare: prepareFour, run: noEndpoint},
-	rollout("rollout-grace-0s", 0),
-	rollout("rollout-grace-1s", time.Second),
-	rollout("rollout-grace-30s", 30*time.Second),
-	alone(harm("node-cut", func(s *scene, _ []*endpoint) error { return s.cut("node-b") })),
-	heldCut("held-node-cut-slice-after-1s", true),
-	heldCut("held-node-cut-slice-never", false),
-	{name: "held-graceful-rollout", alone: true, prepare: prepareGraceful, run: graceful},
+	harm("one-blackholed", func(s *scene, all []*endpoint) error { return s.blackhole(all[0]) }).expecting(silent...),
+	harm("one-refusing", func(_ *scene, all []*endpoint) error { return all[0].refuse() }).expecting(closed...),
+	harm("one-flapping", flap).expecting(closed...),
+	harm("one-answers-late", func(_ *scene, all []*endpoint) error { return all[0].slow(lateness, false) }).
+		expecting("server was silent"),
+	harm("one-accepts-late", func(_ *scene, all []*endpoint) error { return all[0].slow(lateness, true) }).
+		expecting(append(silent, "server was silent", "accept queue overflowed")...),
+	harm("all-dead", func(s *scene, all []*endpoint) error { return each(all, s.blackhole) }).expecting(silent...),
+	harm("all-refusing", func(_ *scene, all []*endpoint) error { return each(all, (*endpoint).refuse) }).
+		expecting(closed...),
+	scenario{name: "no-endpoint", alone: true, prepare: prepareFour, run: noEndpoint}.
+		expecting("no ready endpoint", "not programmed yet"),
+	rollout("rollout-grace-0s", 0).expecting(gone...),
+	rollout("rollout-grace-1s", time.Second).expecting(gone...),
+	rollout("rollout-grace-30s", 30*time.Second).expecting(gone...),
+	alone(harm("node-cut", func(s *scene, _ []*endpoint) error { return s.cut("node-b") })).expecting(cut...),
+	heldCut("held-node-cut-slice-after-1s", true).expecting(cut...),
+	heldCut("held-node-cut-slice-never", false).expecting(cut...),
+	scenario{name: "held-graceful-rollout", alone: true, prepare: prepareGraceful, run: graceful}.expecting(closed...),
 	many("loss-5-percent", func(s *scene, all []*endpoint) error {
 		return each(all, func(e *endpoint) error { return s.lossy(e, 5) })
-	}),
+	}).expecting(lossy...),
 	many("loss-20-percent", func(s *scene, all []*endpoint) error {
 		return each(all, func(e *endpoint) error { return s.lossy(e, 20) })
-	}),
+	}).expecting(lossy...),
 	many("syn-flood", flood),
 	many("one-client-forbidden", forbid),
 }
+
+// What failures of the scenarios are expected to come from, as the recorder calls it. A proxy deletes the entries of a
+// connection without an answer, so that its next packet goes to another endpoint.
+var (
+	silent = []string{"endpoint was silent", "entry deleted"}
+	closed = []string{"nothing listened", "server closed"}
+	gone   = append([]string{"no way to the endpoint", "endpoint was gone", "server was silent", "released"},
+		slices.Concat(silent, closed)...)
+	cut = append([]string{"no way to the endpoint", "lost on the way", "server was silent", "released"}, silent...)
+	// The recorder sees packets before the rules that lose them do.
+	lossy = append([]string{"lost on the way", "server was silent", blackbox.Unexplained}, silent...)
+)
 
 // lateness is how long a slow server takes.
 const lateness = 3 * time.Second
@@ -78,7 +104,7 @@ func prepareFour(s *scene) (err error) {
 func harm(name string, do func(*scene, []*endpoint) error) scenario {
 	return scenario{name: name, prepare: prepareFour, run: func(s *scene) error {
 		s.traffic(s.settings.Rate, seconds(s.settings.Length))
-		if err := s.until(seconds(s.settings.Before)); err != nil {
+		if err := s.untilHarm(); err != nil {
 			return err
 		}
 		if err := do(s, s.old); err != nil {
@@ -96,7 +122,7 @@ func noEndpoint(s *scene) error {
 	}
 	s.atEnd(func() error { return s.Host("node-a").Sysctl("net/ipv4/icmp_ratemask", "0") })
 	s.traffic(2*s.settings.Rate, seconds(s.settings.Length))
-	if err := s.until(seconds(s.settings.Before)); err != nil {
+	if err := s.untilHarm(); err != nil {
 		return err
 	}
 	s.drop(s.old...)
@@ -133,7 +159,7 @@ const (
 func rollout(name string, grace time.Duration) scenario {
 	return scenario{name: name, prepare: prepareRollout, run: func(s *scene) error {
 		s.traffic(s.settings.Rate, seconds(s.settings.Length))
-		if err := s.until(seconds(s.settings.Before)); err != nil {
+		if err := s.untilHarm(); err != nil {
 			return err
 		}
 		done := make(chan error, replicas)
@@ -208,7 +234,7 @@ func heldCut(name string, changed bool) scenario {
 		}
 		s.began = time.Now()
 		s.traffic(s.settings.Rate/4, seconds(s.settings.Length))
-		if err := s.until(seconds(s.settings.Before)); err != nil {
+		if err := s.untilHarm(); err != nil {
 			return err
 		}
 		cut := time.Now()
@@ -248,7 +274,7 @@ func graceful(s *scene) error {
 	}
 	s.began = time.Now()
 	s.traffic(s.settings.Rate/4, seconds(s.settings.Length))
-	if err := s.until(seconds(s.settings.Before)); err != nil {
+	if err := s.untilHarm(); err != nil {
 		return err
 	}
 	if _, err := s.endpoints("a3", "b3"); err != nil {
@@ -276,6 +302,7 @@ func many(name string, do func(*scene, []*endpoint) error) scenario {
 			return err
 		}
 		s.began = time.Now()
+		s.failures.Harm()
 		length := seconds(s.settings.Length)
 		if s.counts && s.settings.Connections > 0 {
 			length = seconds(float64(s.settings.Connections) / s.settings.ManyRate)
@@ -350,7 +377,7 @@ func forbid(s *scene, all []*endpoint) error {
 	go func() {
 		defer close(ended)
 		for !stop.Load() {
-			go func() { _, _ = connectOnce(s.ctx, client, s.to, s.clients.limit) }()
+			go func() { _, _, _ = connectOnce(s.ctx, client, s.to, s.clients.limit) }()
 			time.Sleep(50 * time.Millisecond)
 		}
 	}()

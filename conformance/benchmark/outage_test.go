@@ -13,6 +13,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/verdict-proxy/verdict/conformance/benchmark/results"
+	"github.com/verdict-proxy/verdict/internal/lab/blackbox"
 )
 
 func TestReason(t *testing.T) {
@@ -68,6 +69,11 @@ func TestScenarioNames(t *testing.T) {
 	for _, s := range scenarios {
 		if s.prepare == nil || s.run == nil {
 			t.Errorf("%s does nothing", s.name)
+		}
+		for _, cause := range s.expects {
+			if !slices.Contains(blackbox.Causes(), cause) && cause != blackbox.Unexplained {
+				t.Errorf("%s expects %q, which no failure has", s.name, cause)
+			}
 		}
 	}
 }

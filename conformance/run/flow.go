@@ -184,7 +184,7 @@ func (t *teller) begin(s *cases.TrafficStep) error {
 		return err
 	}
 	ctx, cancel := context.WithCancel(context.Background())
-	c := &traffic{cancel: cancel, endpoints: make(map[string]int), box: t.box}
+	c := &traffic{cancel: cancel, endpoints: make(map[string]int), box: t.testbed.Box}
 	t.traffic[s.As] = c
 	for _, a := range all {
 		c.wait.Go(func() {

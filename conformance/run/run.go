@@ -15,8 +15,6 @@ import (
 	"github.com/verdict-proxy/verdict/conformance/cases"
 	"github.com/verdict-proxy/verdict/conformance/report"
 	"github.com/verdict-proxy/verdict/conformance/testbed"
-	"github.com/verdict-proxy/verdict/internal/lab/blackbox"
-	"github.com/verdict-proxy/verdict/internal/lab/control"
 )
 
 // Options say what is run, and how.
@@ -51,8 +49,7 @@ type proxyRun struct {
 	number  int
 	results map[string]*report.Case
 	listing func() string
-	box     *blackbox.Box // says why connections of traffic failed
-	witness *testimonies  // nil if the listings are not asked
+	witness *testimonies // nil if the listings are not asked
 	// obtain gives another proxy by its name.
 	obtain func(ctx context.Context, name string) (*testbed.Kind, string, error)
 }
@@ -158,20 +155,10 @@ func runProxy(
 	if err != nil {
 		return p, err
 	}
-	return p, r.recordedStories(ctx, o, filepath.Join(dir, "failures"))
-}
-
-// recordedStories tells all stories with a recorder of failures, whose records go to dir.
-func (r *proxyRun) recordedStories(ctx context.Context, o Options, dir string) (err error) {
-	r.box = blackbox.New(blackbox.Config{Dir: dir})
-	defer func() { err = errors.Join(err, r.box.Close()) }()
-	recorded, cancel := context.WithCancel(ctx)
-	defer cancel()
-	if err := errors.Join(r.box.Watch(r.testbed.Hosts()...),
-		control.Record(recorded, r.testbed.Client, r.box)); err != nil {
-		return err
+	if err := b.Record(ctx, filepath.Join(dir, "failures")); err != nil {
+		return p, err
 	}
-	return r.stories(ctx, o.Stories, o.ParallelStories)
+	return p, r.stories(ctx, o.Stories, o.ParallelStories)
 }
 
 // obtain returns a kind of proxy by its name, and its program.

@@ -14,6 +14,7 @@ import (
 	"k8s.io/client-go/kubernetes"
 
 	"github.com/verdict-proxy/verdict/internal/lab"
+	"github.com/verdict-proxy/verdict/internal/lab/blackbox"
 	"github.com/verdict-proxy/verdict/internal/lab/control"
 )
 
@@ -28,6 +29,10 @@ type Testbed struct {
 	Proxies map[string]*Proxy
 	// Slow is how many times as long as on an ordinary machine a change may take.
 	Slow Slow
+	// Box records why connections fail; nil before Record.
+	Box *blackbox.Box
+
+	stopRecord context.CancelFunc
 
 	dir    string
 	canary canary
@@ -144,7 +149,7 @@ func (tb *Testbed) createNode(ctx context.Context, i int, name string) error {
 
 // Close ends the proxies and the control plane, and removes all hosts.
 func (tb *Testbed) Close() error {
-	var errs []error
+	errs := []error{tb.closeRecord()}
 	for _, p := range tb.Proxies {
 		errs = append(errs, p.Kill())
 	}

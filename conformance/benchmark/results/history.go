@@ -26,11 +26,14 @@ type HistorySettings struct {
 	MinSync float64 `json:"min_sync_s"`
 	// Bound is how stale a connection may be beyond faults; 0 means that it was only measured.
 	Bound float64 `json:"bound_s,omitempty"`
+	// Explain says that a recorder explains failures, which takes processor time.
+	Explain bool `json:"explain,omitempty"`
 }
 
 // HistoryCell is one history. Times of staleness are in milliseconds.
 type HistoryCell struct {
 	Run
+	Explained
 	Seed  uint64    `json:"seed"`
 	Began time.Time `json:"began"`
 	// Load is the machine's load average over a minute, as it was before.
@@ -69,6 +72,7 @@ func (c *HistoryCell) String() string {
 	if c.Unproven > 0 {
 		fmt.Fprintf(&b, ", unproven %d", c.Unproven)
 	}
+	b.WriteString(c.words())
 	return b.String()
 }
 

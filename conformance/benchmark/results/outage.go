@@ -29,11 +29,14 @@ type OutageSettings struct {
 	// ejects; 0 means for Length, as with other proxies.
 	Connections int     `json:"connections"`
 	ManyRate    float64 `json:"many_rate"`
+	// Explain says that a recorder explains failures, which takes processor time.
+	Explain bool `json:"explain,omitempty"`
 }
 
 // Outage is one run of a scenario with one proxy.
 type Outage struct {
 	Run
+	Explained
 	Began time.Time `json:"began"`
 	// Load is the machine's load average over a minute, as it was before.
 	Load float64 `json:"load"`
@@ -85,6 +88,7 @@ func (o *Outage) String() string {
 	if h := o.Held; h != nil {
 		fmt.Fprintf(&b, ", held %d, told %d, the last %s", h.Connections, len(h.Told), h.last().text(Seconds))
 	}
+	b.WriteString(o.words())
 	return b.String()
 }
 

@@ -60,7 +60,7 @@ func (b *Bed) Prepare(ctx context.Context) error {
 	for _, n := range b.Nodes {
 		logs = append(logs, n.PodLogs())
 	}
-	if b.changes, err = startRecord(b.client, b.Reports, logs); err != nil {
+	if b.changes, err = startRecord(b.Reports, logs); err != nil {
 		return err
 	}
 	for _, n := range b.Nodes {

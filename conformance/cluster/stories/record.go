@@ -14,9 +14,6 @@ import (
 
 	corev1 "k8s.io/api/core/v1"
 	discoveryv1 "k8s.io/api/discovery/v1"
-	"k8s.io/client-go/informers"
-	"k8s.io/client-go/kubernetes"
-	"k8s.io/client-go/tools/cache"
 )
 
 // record writes down what Nodes, EndpointSlices and pods become, with the times at which a watch told it, from the
@@ -30,47 +27,11 @@ type record struct {
 	file *os.File
 	errs []error
 	last map[string]string // what was written of an object last
-	echo readiness
-	logs map[string]bool // files that are kept already
-}
-
-// readiness is how many endpoints of the servers' Service are ready, and when none was.
-type readiness struct {
-	ready map[string]int // by slice
-	none  []span
-}
-
-// span is a time; its end is zero as long as it lasts.
-type span struct{ from, to time.Time }
-
-// has says whether a time is within the span, or so shortly after that proxies need not know yet.
-func (s span) has(t time.Time) bool {
-	return !t.Before(s.from) && (s.to.IsZero() || t.Before(s.to.Add(settle)))
-}
-
-// set takes over how many of a slice are ready at a time; -1 if there is no such slice any more.
-func (r *readiness) set(slice string, ready int, at time.Time) {
-	if r.ready == nil {
-		r.ready = map[string]int{}
-	}
-	if r.ready[slice] = ready; ready < 0 {
-		delete(r.ready, slice)
-	}
-	most := 0
-	for _, n := range r.ready {
-		most = max(most, n)
-	}
-	open := len(r.none) > 0 && r.none[len(r.none)-1].to.IsZero()
-	switch {
-	case most == 0 && !open:
-		r.none = append(r.none, span{from: at})
-	case most > 0 && open:
-		r.none[len(r.none)-1].to = at
-	}
+	logs map[string]bool   // files that are kept already
 }
 
 // startRecord begins in a directory, which it makes. pods are where the nodes' logs of containers are.
-func startRecord(client kubernetes.Interface, dir string, pods []string) (*record, error) {
+func startRecord(dir string, pods []string) (*record, error) {
 	if err := os.MkdirAll(filepath.Join(dir, "pods"), 0o755); err != nil {
 		return nil, err
 	}
@@ -80,18 +41,8 @@ func startRecord(client kubernetes.Interface, dir string, pods []string) (*recor
 	}
 	ctx, stop := context.WithCancel(context.Background())
 	r := &record{dir: dir, stop: stop, file: file, last: map[string]string{}, logs: map[string]bool{}}
-	factory := informers.NewSharedInformerFactory(client, 0)
-	for _, informer := range []cache.SharedIndexInformer{factory.Core().V1().Nodes().Informer(),
-		factory.Core().V1().Pods().Informer(), factory.Discovery().V1().EndpointSlices().Informer()} {
-		_, e := informer.AddEventHandler(cache.ResourceEventHandlerFuncs{
-			AddFunc: func(o any) { r.see(o, false) }, UpdateFunc: func(_, o any) { r.see(o, false) },
-			DeleteFunc: func(o any) { r.see(o, true) }})
-		err = errors.Join(err, e)
-	}
-	factory.StartWithContext(ctx)
-	factory.WaitForCacheSync(ctx.Done())
 	r.wait.Go(func() { r.keepLogs(ctx, pods) })
-	return r, err
+	return r, nil
 }
 
 // close ends the record. It returns what could not be written.
@@ -103,26 +54,18 @@ func (r *record) close() error {
 	return errors.Join(append(r.errs, r.file.Close())...)
 }
 
-// see writes an object if what is told of it has changed.
+// see writes a Node, EndpointSlice or pod if what is told of it has changed.
 func (r *record) see(o any, gone bool) {
-	if unknown, is := o.(cache.DeletedFinalStateUnknown); is {
-		o = unknown.Obj
-	}
 	name, text := describe(o)
+	if name == "" {
+		return
+	}
 	at := time.Now()
 	if gone {
 		text = "gone"
 	}
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	s, is := o.(*discoveryv1.EndpointSlice)
-	if is && s.Namespace == "default" && s.Labels[discoveryv1.LabelServiceName] == "echo" {
-		ready := readyOf(s)
-		if gone {
-			ready = -1
-		}
-		r.echo.set(s.Name, ready, at)
-	}
 	if r.last[name] != text {
 		r.last[name] = text
 		r.write(at, name+": "+text)
@@ -143,28 +86,7 @@ func (r *record) write(at time.Time, text string) {
 	}
 }
 
-// withoutEndpoints says when the servers' Service had no ready endpoint, from a time on.
-func (r *record) withoutEndpoints(since time.Time) (all []span) {
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	for _, s := range r.echo.none {
-		if s.to.IsZero() || s.to.After(since) {
-			all = append(all, s)
-		}
-	}
-	return all
-}
-
-func readyOf(s *discoveryv1.EndpointSlice) (ready int) {
-	for _, e := range s.Endpoints {
-		if e.Conditions.Ready != nil && *e.Conditions.Ready {
-			ready++
-		}
-	}
-	return ready
-}
-
-// describe names an object and tells what matters of it here.
+// describe names an object and tells what matters of it here; without a name, nothing does.
 func describe(o any) (name, text string) {
 	var words []string
 	switch o := o.(type) {

@@ -15,27 +15,13 @@ import (
 	"github.com/verdict-proxy/verdict/internal/lab/blackbox"
 )
 
-// What failed while no endpoint was ready is the cluster's; what failed before, or long after, is not.
+// What failed while no endpoint was usable is the cluster's; what failed before, or long after, is not.
 func TestOfCluster(t *testing.T) {
 	at := func(s int) time.Time { return time.Unix(int64(s), 0) }
-	var r readiness
-	r.set("four", 6, at(0))
-	r.set("six", 6, at(0))
-	r.set("four", 0, at(10))
-	if len(r.none) != 0 {
-		t.Fatalf("with endpoints in one slice, none is ready at %v", r.none)
-	}
-	r.set("six", 0, at(12))
-	r.set("four", 2, at(20))
-	r.set("six", -1, at(30))
 	row := Row{Report: cluster.Report{Failures: []blackbox.Failure{{Failed: at(11)}, {Failed: at(12)},
-		{Failed: at(19), Held: true}, {Failed: at(20)}, {Failed: at(40)}}}}
-	if n := row.ofCluster(r.none); n != 2 {
-		t.Errorf("%d failures are the cluster's; want those at 12 and 20 s", n)
-	}
-	r.set("four", -1, at(50))
-	if last := r.none[len(r.none)-1]; last.from != at(50) || !last.to.IsZero() {
-		t.Errorf("without a slice, none was ready from %v", last)
+		{Failed: at(19), Held: true}, {Failed: at(20)}, {Failed: at(40)}, {Failed: at(60)}}}}
+	if n := row.ofCluster([]blackbox.Span{{From: at(12), To: at(20)}, {From: at(50)}}); n != 3 {
+		t.Errorf("%d failures are the cluster's; want those at 12, 20 and 60 s", n)
 	}
 }
 

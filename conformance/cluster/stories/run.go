@@ -9,6 +9,7 @@ import (
 	"time"
 
 	"github.com/verdict-proxy/verdict/conformance/cluster"
+	"github.com/verdict-proxy/verdict/internal/lab/blackbox"
 )
 
 // Story is one event.
@@ -81,18 +82,18 @@ func (b *Bed) Run(ctx context.Context, s Story) Row {
 	}
 	row.Causes, row.Explained = b.watch.explain()
 	b.away = nil
-	row.judge(b.changes, start)
+	row.judge(b.changes, b.watch.box.WithoutEndpoints("default/echo", start))
 	return row
 }
 
-// judge tells the cluster's failures from others, and writes all to the record.
-func (r *Row) judge(rec *record, since time.Time) {
-	without := rec.withoutEndpoints(since)
+// judge tells the cluster's failures, while the servers' Service had no endpoint, from others, and writes all to the
+// record.
+func (r *Row) judge(rec *record, without []blackbox.Span) {
 	r.OfCluster = r.ofCluster(without)
 	for _, s := range without {
-		text := "from " + s.from.Format("15:04:05.000")
-		if !s.to.IsZero() {
-			text += " to " + s.to.Format("15:04:05.000")
+		text := "from " + s.From.Format("15:04:05.000")
+		if !s.To.IsZero() {
+			text += " to " + s.To.Format("15:04:05.000")
 		}
 		r.WithoutEndpoints = append(r.WithoutEndpoints, text)
 	}
@@ -103,11 +104,14 @@ func (r *Row) judge(rec *record, since time.Time) {
 		r.Connections, r.Failed, r.OfCluster, r.Broken, r.Err)
 }
 
-// ofCluster counts the connections that failed within one of the times.
-func (r *Row) ofCluster(without []span) (n int) {
+// ofCluster counts the connections that failed within one of the times, or so shortly after that proxies need not know
+// yet.
+func (r *Row) ofCluster(without []blackbox.Span) (n int) {
 	for i := range r.Failures {
 		f := &r.Failures[i]
-		if !f.Held && slices.ContainsFunc(without, func(s span) bool { return s.has(f.Failed) }) {
+		if !f.Held && slices.ContainsFunc(without, func(s blackbox.Span) bool {
+			return !f.Failed.Before(s.From) && (s.To.IsZero() || f.Failed.Before(s.To.Add(settle)))
+		}) {
 			n++
 		}
 	}

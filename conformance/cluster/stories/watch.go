@@ -38,7 +38,7 @@ func (b *Bed) record(ctx context.Context) (*watch, error) {
 	ctx, stop := context.WithCancel(ctx)
 	w := &watch{box: blackbox.New(blackbox.Config{Packets: packetsKept, Dir: b.Reports}), stop: stop,
 		done: make(chan struct{}), causes: map[string]int{}}
-	err := control.Record(ctx, b.client, w.box)
+	err := control.Record(ctx, b.client, w.box, b.changes.see)
 	for _, name := range []string{b.Outside(), b.Nodes[0].Netns(), b.Nodes[1].Netns(), b.Nodes[2].Netns()} {
 		if err == nil {
 			err = w.box.WatchPath(strings.TrimPrefix(name, "verdict-"), cluster.NetnsPath(name))

@@ -31,6 +31,7 @@ type outageOptions struct {
 	connections int
 	rate        float64
 	out         string
+	explain     bool
 	fresh       bool
 	render      bool
 	docs        bool
@@ -85,6 +86,9 @@ the end, and with --render alone, it writes OUT/outages.md and a picture beside 
 		fullOutage.ManyRate, quickOutage.ManyRate))
 	f.StringVar(&o.out, "out", "", "a directory for results, tables and the picture (default bin/outages, with --quick "+
 		"bin/outages-quick)")
+	f.BoolVar(&o.explain, "explain", false, "record why connections fail, print causes that a scenario does not expect, "+
+		"and fail if there is none; scenarios run one by one, and it takes processor time from what is measured, so "+
+		"such results are for no table")
 	f.BoolVar(&o.fresh, "fresh", false, "begin anew, whatever results there are")
 	f.BoolVar(&o.render, "render", false, "measure nothing: only write tables and the picture of the results there are")
 	f.BoolVar(&o.docs, "docs", false, "also write tables and the picture into docs/evidence/BENCHMARKS.md and docs/images")
@@ -116,6 +120,7 @@ func (o *outageOptions) settings() results.OutageSettings {
 	if o.rate > 0 {
 		s.ManyRate = o.rate
 	}
+	s.Explain = o.explain
 	return s
 }
 
@@ -152,9 +157,10 @@ func (o *outageOptions) measure(ctx context.Context, found *results.Outages, pat
 	return testbed.InMemory("outages-", func(dir string) error {
 		plan := &benchmark.OutagePlan{
 			Proxies: o.proxies, Repeats: o.repeat, Run: pattern, Parallel: o.parallel, Dir: dir, Results: found,
-			Programs: testbed.Programs{Root: o.source, Ready: o.programs},
-			Save:     func() error { return found.WriteFile(o.file("outages.json")) },
-			Say:      newProgress(os.Stderr, true).say,
+			Unexplained: o.file("unexplained"),
+			Programs:    testbed.Programs{Root: o.source, Ready: o.programs},
+			Save:        func() error { return found.WriteFile(o.file("outages.json")) },
+			Say:         newProgress(os.Stderr, true).say,
 		}
 		return plan.Measure(ctx)
 	})

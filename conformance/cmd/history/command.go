@@ -37,6 +37,7 @@ type options struct {
 	bound    time.Duration
 	minSync  time.Duration
 	out      string
+	explain  bool
 	fresh    bool
 	render   bool
 	docs     bool
@@ -57,7 +58,7 @@ Histories are saved in OUT/histories, results after each in OUT/history.json, an
 continues there. In the end, and with --render alone, it writes OUT/history.md and a picture beside it.
 
 The exit status is 1 if --bound is given and a history holds a violation, or one was late, and 2 if
-something could not run.`,
+something could not run, or if with --explain a failure has no known cause.`,
 		Example: `  history --run 'churn|killed' --proxy verdict --repeat 1
   history check bin/history/histories/churn.verdict.1.jsonl.gz --bound 1s`,
 		Args: cobra.NoArgs, SilenceUsage: true, SilenceErrors: true,
@@ -76,6 +77,8 @@ something could not run.`,
 	f.DurationVar(&o.minSync, "min-sync-period", 0, "the proxies' minSyncPeriod; at 0 each has its own, which is 1 s in "+
 		"kube-proxy")
 	f.StringVar(&o.out, "out", "", "a directory for histories, results, tables and the picture (default bin/history)")
+	f.BoolVar(&o.explain, "explain", false, "record why connections were refused or had no answer, print causes that no "+
+		"scenario expects, and fail if there is none; it takes processor time from what is measured")
 	f.BoolVar(&o.fresh, "fresh", false, "begin anew, whatever results there are")
 	f.BoolVar(&o.render, "render", false, "record nothing: only write tables and the picture of the results there are")
 	f.BoolVar(&o.docs, "docs", false, "also write tables and the picture into docs/evidence/HISTORY.md and docs/images")
@@ -165,7 +168,7 @@ func (o *options) file(name string) string { return filepath.Join(o.out, name) }
 func (o *options) results() (*results.Histories, error) {
 	settings := results.HistorySettings{
 		Length: o.length.Seconds(), Look: o.look.Seconds(), Rate: o.rate, Seed: o.seed, Bound: o.bound.Seconds(),
-		MinSync: o.minSync.Seconds(),
+		MinSync: o.minSync.Seconds(), Explain: o.explain,
 	}
 	return results.OpenHistories(o.file("history.json"), settings, results.Earlier{Fresh: o.fresh, Render: o.render})
 }
@@ -175,9 +178,10 @@ func (o *options) measure(ctx context.Context, found *results.Histories, pattern
 	return testbed.InMemory("history-", func(dir string) error {
 		plan := &recorder.Plan{
 			Proxies: o.proxies, Repeats: o.repeat, Run: pattern, Dir: dir, Histories: o.file("histories"), Results: found,
-			Programs: testbed.Programs{Root: o.source, Ready: o.programs},
-			Save:     func() error { return found.WriteFile(o.file("history.json")) },
-			Say:      func(text string) { fmt.Fprintln(os.Stderr, text) },
+			Unexplained: o.file("unexplained"),
+			Programs:    testbed.Programs{Root: o.source, Ready: o.programs},
+			Save:        func() error { return found.WriteFile(o.file("history.json")) },
+			Say:         func(text string) { fmt.Fprintln(os.Stderr, text) },
 		}
 		return plan.Measure(ctx)
 	})

@@ -68,17 +68,18 @@ type Settings struct {
 // firstPort is below the ports of all histories. Each has ports of its own, so that no proxy knows them from another.
 const firstPort = 9500
 
-// play makes a history.
-func (b *bed) play(ctx context.Context, s *scenario, settings Settings, header history.Header) (
-	h *history.History, err error) {
+// play makes a history, and has failures explained.
+func (b *bed) play(ctx context.Context, s *scenario, settings Settings, header history.Header,
+	failures *testbed.Failures) (h *history.History, err error) {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
 	number := int(b.number.Add(1))
 	header.Format = history.Format
 	r := &recording{
 		bed: b, ctx: ctx, settings: settings, namespace: fmt.Sprintf("history-%d", number), began: time.Now(),
-		history: &history.History{Header: header}, old: map[*testbed.Proxy]bool{},
+		history: &history.History{Header: header}, old: map[*testbed.Proxy]bool{}, failures: failures,
 	}
+	failures.Harm()
 	r.atEnd(r.renew)
 	defer func() { err = errors.Join(err, r.end()) }()
 	if err := r.prepare(s, firstPort+number*maxServices, header.Seed); err != nil {

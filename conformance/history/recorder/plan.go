@@ -8,6 +8,7 @@ import (
 	"path/filepath"
 	"regexp"
 	"slices"
+	"strings"
 	"time"
 
 	"github.com/verdict-proxy/verdict/conformance/benchmark"
@@ -23,8 +24,9 @@ type Plan struct {
 	// Run selects scenarios by their names.
 	Run      *regexp.Regexp
 	Programs testbed.Programs
-	// Dir is an empty directory for all files but the histories, which go to Histories.
-	Dir, Histories string
+	// Dir is an empty directory for all files but the histories, which go to Histories, and, with
+	// Results.Settings.Explain, the records of failures that nothing explains, which go to Unexplained.
+	Dir, Histories, Unexplained string
 	// Results get the cells, and are saved after each. Cells that they hold already are not measured again.
 	Results *results.Histories
 	Save    func() error
@@ -36,7 +38,8 @@ type Plan struct {
 const slow testbed.Slow = 3
 
 // Measure makes all histories that are missing. Each proxy has a testbed of its own, all at the same time, so that they
-// can take turns: each scenario is run with one proxy after the other, in an order that changes.
+// can take turns: each scenario is run with one proxy after the other, in an order that changes. It fails in the end if
+// a failure has no known cause.
 func (p *Plan) Measure(ctx context.Context) (err error) {
 	if p.Results.Machine, err = benchmark.ThisMachine(); err != nil {
 		return err
@@ -65,7 +68,7 @@ func (p *Plan) Measure(ctx context.Context) (err error) {
 			}
 		}
 	}
-	return nil
+	return results.Unexplained(p.Results.Cells, p.Unexplained)
 }
 
 // open starts the testbed of a proxy.
@@ -87,6 +90,11 @@ func (p *Plan) open(ctx context.Context, kind *testbed.Kind) (*bed, error) {
 	if err != nil {
 		return nil, err
 	}
+	if p.Results.Settings.Explain {
+		if err := tb.Record(ctx, p.Unexplained); err != nil {
+			return nil, errors.Join(err, tb.Close())
+		}
+	}
 	b, err := newBed(ctx, tb, seconds(p.Results.Settings.MinSync))
 	if err != nil {
 		return nil, errors.Join(err, tb.Close())
@@ -107,6 +115,10 @@ func (p *Plan) open(ctx context.Context, kind *testbed.Kind) (*bed, error) {
 func (p *Plan) needsOlder() bool {
 	return slices.ContainsFunc(scenarios, func(s scenario) bool { return s.older && p.Run.MatchString(s.name) })
 }
+
+// expected are the causes that are no news: whether a Service had endpoints, and how late a node knew, is what the
+// checker judges.
+var expected = []string{"no ready endpoint", "not programmed yet"}
 
 // cell makes one history, unless it is there, checks it, and saves both.
 func (p *Plan) cell(ctx context.Context, beds map[string]*bed, proxy string, i, repeat int) error {
@@ -136,9 +148,10 @@ func (p *Plan) cell(ctx context.Context, beds map[string]*bed, proxy string, i, 
 		Seed:  settings.Seed + uint64(1000*repeat+i),
 		Began: time.Now().UTC().Truncate(time.Second), Load: benchmark.Load(),
 	}
+	failures := beds[proxy].Failures(expected...)
 	h, err := beds[proxy].play(ctx, s, Settings{
 		Length: seconds(settings.Length), Rate: settings.Rate, Look: seconds(settings.Look),
-	}, header)
+	}, header, failures)
 	if err != nil {
 		return err
 	}
@@ -148,8 +161,10 @@ func (p *Plan) cell(ctx context.Context, beds map[string]*bed, proxy string, i, 
 	}
 	report := history.Check(h, history.Options{Bound: seconds(settings.Bound)})
 	cell := summary(h, report, repeat)
+	causes, unexpected := failures.Causes()
+	cell.Causes = causes
 	p.Results.Cells = append(p.Results.Cells, cell)
-	p.Say(cell.String())
+	p.Say(strings.Join(append([]string{cell.String()}, unexpected...), "\n"))
 	for _, v := range report.Violations {
 		p.Say(v.String())
 	}

@@ -21,6 +21,7 @@ import (
 	"github.com/verdict-proxy/verdict/conformance/history"
 	"github.com/verdict-proxy/verdict/conformance/testbed"
 	"github.com/verdict-proxy/verdict/internal/lab"
+	"github.com/verdict-proxy/verdict/internal/lab/blackbox"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
@@ -33,7 +34,8 @@ type recording struct {
 	began     time.Time
 	services  []*web
 	// old holds the proxies that run their older version.
-	old map[*testbed.Proxy]bool
+	old      map[*testbed.Proxy]bool
+	failures *testbed.Failures
 
 	mu      sync.Mutex
 	history *history.History
@@ -152,6 +154,7 @@ func (r *recording) createService(name string, port uint16, affinity int) (*web,
 		made, err := client.Create(ctx, service, metav1.CreateOptions{})
 		if err == nil {
 			w.to = netip.AddrPortFrom(netip.MustParseAddr(made.Spec.ClusterIP), servicePort)
+			w.Made(made)
 		}
 		return err
 	})
@@ -187,6 +190,7 @@ func (w *web) publish() error {
 	}
 	client := w.Client.DiscoveryV1().EndpointSlices(w.namespace)
 	return w.write(record, func(ctx context.Context) error {
+		w.Writes(w.slice)
 		_, err := client.Update(ctx, w.slice, metav1.UpdateOptions{})
 		if apierrors.IsNotFound(err) {
 			_, err = client.Create(ctx, w.slice, metav1.CreateOptions{})
@@ -257,9 +261,13 @@ func (w *web) connect(from *pod, rate float64, stop <-chan struct{}) error {
 		case <-time.After(time.Until(next)):
 		}
 		c := history.Conn{Begin: w.floor(), Service: w.name, Client: from.IP4.String(), Node: from.node}
+		began := time.Now()
 		result := from.Dial(snapshot.TCP, w.to, lab.Options{Timeout: clientLimit})
 		c.End = w.ceil()
-		record(&c, result)
+		if record(&c, result); c.Outcome != history.Answered {
+			w.failures.Add(blackbox.Failure{From: from.Name, Client: result.Client, Server: w.to, Began: began,
+				Failed: time.Now(), Err: fmt.Sprint(result.Err)})
+		}
 		full := false
 		w.note(func(h *history.History) {
 			h.Conns = append(h.Conns, c)

@@ -7,6 +7,7 @@
 package blackbox
 
 import (
+	"cmp"
 	"errors"
 	"fmt"
 	"net/netip"
@@ -25,6 +26,9 @@ type Config struct {
 	// Packets is how many packets' headers are kept of each namespace, of some 100 bytes each, and half as many
 	// beginnings and ends of entries of connection tracking; 0 means 16,384.
 	Packets int
+	// Late is how long a change of endpoints may take until a proxy has programmed it, and still explain that a
+	// connection was rejected; 0 means 5 s.
+	Late time.Duration
 	// Dir is where the records of failures go that are unexplained; empty means nowhere.
 	Dir string
 }
@@ -102,21 +106,27 @@ type note struct {
 
 const (
 	defaultPackets = 1 << 14
+	defaultLate    = 5 * time.Second
 	keptNotes      = 1 << 10
 	// maxFailures is how many failures are examined, and maxRare how many whose clients were told the same always are.
 	// What is beyond is counted by what clients were told, of which maxTold are kept apart.
 	maxFailures = 2_000
 	maxRare     = 50
 	maxTold     = 16
-	// settle is how long after a failure its records are gathered: all readers have read them then.
+	// settle is how long after a failure its records are gathered. Readers have read them then, unless they wait for a
+	// processor.
 	settle = 300 * time.Millisecond
 )
+
+// patience is how long the records of failures wait for readers.
+var patience = 10 * time.Second
 
 // New returns a recorder that watches nothing yet.
 func New(c Config) *Box {
 	if c.Packets == 0 {
 		c.Packets = defaultPackets
 	}
+	c.Late = cmp.Or(c.Late, defaultLate)
 	b := &Box{config: c, began: time.Now().Add(-time.Minute), objects: newObjects(), notes: newRing[note](keptNotes),
 		examined: map[string]int{}, left: map[string]int{},
 		attached: map[*attachment]func(){}, wake: make(chan struct{}, 1), closed: make(chan struct{})}
@@ -221,11 +231,33 @@ func (b *Box) gatherAll() {
 		all, spaces := b.asked, b.spaces
 		b.asked = nil
 		b.mu.Unlock()
+		awaitReaders(all, spaces)
 		gather(all, spaces)
 	}
 }
 
-// Explain says why a connection failed, within half a second.
+// awaitReaders waits until all packets are read that came before the failures. Where they are not in time, the records
+// do not show what was not seen.
+func awaitReaders(all []*evidence, spaces []*space) {
+	var last int64
+	for _, e := range all {
+		last = max(last, e.Failed.UnixNano())
+	}
+	limit := time.Now().Add(patience)
+	for _, s := range spaces {
+		for s.behind(last) && time.Now().Before(limit) {
+			time.Sleep(10 * time.Millisecond)
+		}
+		for _, e := range all {
+			if s.behind(e.Failed.UnixNano()) {
+				e.blind = append(e.blind, fmt.Sprintf("packets in %s since %s were not read in time", s.name,
+					instant(s.read.Load())))
+			}
+		}
+	}
+}
+
+// Explain says why a connection failed, within half a second if the machine has processors to spare.
 func (b *Box) Explain(f Failure) Explanation {
 	b.mu.Lock()
 	e := b.ask(f)
@@ -263,7 +295,7 @@ func (b *Box) Explanations() (all []Explanation, left map[string]int) {
 
 // explain classifies, and writes the records of what is unexplained to a file.
 func (b *Box) explain(e *evidence) Explanation {
-	e.objects, e.notes = b.objects, b.notes
+	e.objects, e.notes, e.late = b.objects, b.notes, b.config.Late
 	x := Explanation{Failure: e.Failure}
 	x.Cause, x.Text = e.classify()
 	if x.Cause != Unexplained || b.config.Dir == "" {

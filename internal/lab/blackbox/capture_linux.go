@@ -18,6 +18,9 @@ const (
 	captureBlocks = 32
 	// captureRetire is after how many milliseconds a block is read although it is not full.
 	captureRetire = 40
+	// captureLate is how long a packet may be in a block that is not given over yet: the kernel's timer gives over what
+	// has not changed since it looked last, and may itself be late.
+	captureLate = 4 * captureRetire * time.Millisecond
 	// captureSnap is how many bytes of a packet are kept: enough for an ICMPv6 error with the ports it is about.
 	captureSnap = 96
 	// capturePace bounds the processor time: in each captureWindow, no more packets are read. The kernel drops what it
@@ -77,14 +80,19 @@ func openCapture() (c *capture, err error) {
 	return c, nil
 }
 
-// run calls do with each packet until the capture is closed, and lost with how many there was no room for.
-func (c *capture) run(do func(*packet), lost func(uint64)) {
+// run calls do with each packet until the capture is closed, read with the time before which it has read all that came,
+// in nanoseconds, and lost with how many there was no room for.
+func (c *capture) run(do func(*packet), read func(int64), lost func(uint64)) {
 	defer unix.Munmap(c.memory)
 	var p packet
 	for {
 		_ = c.file.SetReadDeadline(time.Now().Add(2 * captureWindow)) // so that what was lost is counted in time
 		err := c.raw.Read(func(uintptr) bool {
+			now := time.Now()
 			c.blocks(&p, do)
+			if c.read < capturePace {
+				read(now.Add(-captureLate).UnixNano())
+			}
 			return c.read >= capturePace
 		})
 		if err != nil && !errors.Is(err, os.ErrDeadlineExceeded) {

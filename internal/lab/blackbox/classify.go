@@ -195,9 +195,6 @@ func noWayToEndpoint(e *evidence) string {
 		strings.Join(to, ", "), e.ways(nil))
 }
 
-// lately is how long a change may take until it is programmed and still be on its way.
-const lately = 5 * time.Second
-
 func noReadyEndpoint(e *evidence) string {
 	r := e.rejected()
 	s, known := e.objects.service(e.Server)
@@ -221,8 +218,7 @@ func notProgrammedYet(e *evidence) string {
 		return ""
 	}
 	at := time.Unix(0, r.at)
-	_, since := e.objects.readyAt(s.Name, e.Server.Addr(), at)
-	if ready, _ := e.objects.readyAt(s.Name, e.Server.Addr(), since.Add(-1)); ready > 0 || at.Sub(since) > lately {
+	if became, ok := e.objects.becameUsable(s.Name, e.Server.Addr(), at); !ok || at.Sub(became) > e.late {
 		return ""
 	}
 	return fmt.Sprintf("rejected by %s, which did not know yet: %s", by(r),

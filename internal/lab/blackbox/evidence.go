@@ -43,6 +43,8 @@ type evidence struct {
 	spaces  []*space
 	objects *objects
 	notes   *ring[note]
+	// late is Config.Late.
+	late time.Duration
 }
 
 // maxPackets bounds how many packets of one connection are evidence in each namespace: the first beginPackets and the

@@ -2,10 +2,13 @@ package blackbox
 
 import (
 	"net/netip"
+	"slices"
 	"testing"
 	"time"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/verdict-proxy/verdict/internal/lab/labtest"
 )
 
 // TestLongConnection has a held connection with more packets than are kept as evidence: both its beginning and its end
@@ -80,6 +83,76 @@ func TestOtherFamily(t *testing.T) {
 	gather([]*evidence{e}, []*space{node})
 	if cause, text := e.classify(); cause != "no ready endpoint" {
 		t.Errorf("cause is %q: %s; want %q", cause, text, "no ready endpoint")
+	}
+}
+
+// A Service is without endpoints while no slice of it has a usable one, whatever the slices are called and in whichever
+// order they change. What its writer says counts, and not what others say later.
+func TestWithoutEndpoints(t *testing.T) {
+	b := New(Config{})
+	t.Cleanup(func() { labtest.Check(t, b.Close()) })
+	four, six := netip.MustParseAddr("10.244.1.10"), netip.MustParseAddr("fd00::10")
+	write := func(name string, all ...Endpoint) { b.Write(Slice{Name: name, Service: "default/web", Endpoints: all}) }
+	spans := func(want ...bool) { // whether each of them is over
+		t.Helper()
+		var over []bool
+		for _, s := range b.WithoutEndpoints("default/web", time.Time{}) {
+			over = append(over, !s.To.IsZero())
+		}
+		if !slices.Equal(over, want) {
+			t.Errorf("spans %v; want %v", b.WithoutEndpoints("default/web", time.Time{}), want)
+		}
+	}
+	spans()
+	write("a", Endpoint{Addr: four, Ready: true})
+	write("b", Endpoint{Addr: six, Ready: true})
+	spans(true)
+	b.Slice(Slice{Name: "a", Service: "default/web"})
+	b.Slice(Slice{Name: "b", Service: "default/web"})
+	spans(true)
+	write("a", Endpoint{Addr: four})
+	spans(true)
+	write("b", Endpoint{Addr: six, Serving: true, Terminating: true})
+	spans(true)
+	before := time.Now()
+	write("b")
+	spans(true, false)
+	if _, ok := b.objects.becameUsable("default/web", four, before); !ok {
+		t.Error("there were endpoints before")
+	}
+	write("a", Endpoint{Addr: four, Ready: true})
+	spans(true, true)
+	if at, ok := b.objects.becameUsable("default/web", four, time.Now()); !ok || at.Before(before) {
+		t.Errorf("with endpoints again at %v, %v; want it after %v", at, ok, before)
+	}
+	if at, _ := b.objects.becameUsable("default/web", six, time.Now()); at.After(before) {
+		t.Errorf("of the other family there are none, since %v", at)
+	}
+}
+
+// Records wait for readers that are behind. Where these are not in time, the records say so.
+func TestReadersBehind(t *testing.T) {
+	patience = 200 * time.Millisecond
+	defer func() { patience = 10 * time.Second }()
+	failed := newEvidence(Failure{Failed: time.Now()})
+	for name, c := range map[string]struct {
+		at, later int64
+		gone      bool
+		blind     int
+	}{
+		"never read": {0, 0, false, 0}, "gone": {1, 1, true, 0}, "in time": {1, failed.Failed.UnixNano(), false, 0},
+		"late": {1, 2, false, 1},
+	} {
+		s := newSpace(name, sizes{1, 1, 1, 1, 1})
+		s.read.Store(c.at)
+		if c.gone {
+			s.gone = time.Now()
+		}
+		time.AfterFunc(50*time.Millisecond, func() { s.read.Store(c.later) })
+		failed.blind = nil
+		if awaitReaders([]*evidence{failed}, []*space{s}); len(failed.blind) != c.blind {
+			t.Errorf("%s: %q", name, failed.blind)
+		}
 	}
 }
 

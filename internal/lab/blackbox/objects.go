@@ -47,6 +47,14 @@ func (e *Endpoint) is(a netip.AddrPort) bool {
 	return e.Addr == a.Addr() && slices.Contains(e.Ports, a.Port())
 }
 
+func same(a, b Endpoint) bool {
+	return a.Addr == b.Addr && slices.Equal(a.Ports, b.Ports) && a.Ready == b.Ready && a.Serving == b.Serving &&
+		a.Terminating == b.Terminating
+}
+
+// usable says whether a proxy may send somebody there: if nothing is ready, to what terminates and still serves.
+func (e *Endpoint) usable() bool { return e.Ready || e.Serving && e.Terminating }
+
 func (e *Endpoint) state() string {
 	switch {
 	case e.Ready:
@@ -73,8 +81,10 @@ type objects struct {
 	mu       sync.Mutex
 	services map[string]Service
 	slices   map[string]map[string][]version // by Service and slice, the oldest version first
-	nodes    map[string][]nodeState
-	kept     int
+	// own are slices that the caller writes itself.
+	own   map[string]bool
+	nodes map[string][]nodeState
+	kept  int
 }
 
 // nodeState is whether a node is Ready, from a time on.
@@ -84,7 +94,7 @@ type nodeState struct {
 }
 
 func newObjects() *objects {
-	return &objects{services: map[string]Service{}, slices: map[string]map[string][]version{},
+	return &objects{services: map[string]Service{}, slices: map[string]map[string][]version{}, own: map[string]bool{},
 		nodes: map[string][]nodeState{}}
 }
 
@@ -97,13 +107,32 @@ func (b *Box) Service(s Service) {
 
 // Slice takes note of an EndpointSlice as it is now; one that is deleted has no endpoints.
 func (b *Box) Slice(s Slice) {
-	o := b.objects
-	o.mu.Lock()
-	defer o.mu.Unlock()
+	b.objects.mu.Lock()
+	defer b.objects.mu.Unlock()
+	if !b.objects.own[s.Name] {
+		b.objects.slice(s)
+	}
+}
+
+// Write takes note of an EndpointSlice that the caller is about to write. What others say of this slice later does not
+// count: a proxy may hear of a write before a watch of the caller does.
+func (b *Box) Write(s Slice) {
+	b.objects.mu.Lock()
+	defer b.objects.mu.Unlock()
+	b.objects.own[s.Name] = true
+	b.objects.slice(s)
+}
+
+// slice adds a version. One like the last is the same, begun later: that of a write that is repeated. The lock is held.
+func (o *objects) slice(s Slice) {
 	of := o.slices[s.Service]
 	if of == nil {
 		of = map[string][]version{}
 		o.slices[s.Service] = of
+	}
+	if n := len(of[s.Name]); n > 0 && o.own[s.Name] && slices.EqualFunc(of[s.Name][n-1].endpoints, s.Endpoints, same) {
+		of[s.Name][n-1].at = time.Now()
+		return
 	}
 	of[s.Name] = append(of[s.Name], version{time.Now(), s.Endpoints})
 	if o.kept += len(s.Endpoints) + 1; o.kept > maxVersions {
@@ -305,9 +334,69 @@ func (o *objects) words(service string, to netip.Addr, t time.Time) string {
 func (o *objects) readyAt(service string, to netip.Addr, t time.Time) (ready int, since time.Time) {
 	all, since := o.at(service, to, t)
 	for _, e := range all {
-		if e.Ready || e.Serving && e.Terminating {
+		if e.usable() {
 			ready++
 		}
 	}
 	return ready, since
+}
+
+// Span is a time; To is zero as long as it lasts.
+type Span struct{ From, To time.Time }
+
+// WithoutEndpoints returns when a Service had no usable endpoint of any family, as far as that is after a time. From is
+// zero if it had none from the beginning.
+func (b *Box) WithoutEndpoints(service string, since time.Time) []Span {
+	b.objects.mu.Lock()
+	defer b.objects.mu.Unlock()
+	return without(b.objects.slices[service], since, func(*Endpoint) bool { return true })
+}
+
+// without returns when no slice had a usable endpoint that counts, as far as that is after a time.
+func without(of map[string][]version, since time.Time, counts func(*Endpoint) bool) (all []Span) {
+	type change struct {
+		at     time.Time
+		name   string
+		usable bool
+	}
+	var changes []change
+	for name, versions := range of {
+		for _, v := range versions {
+			usable := slices.ContainsFunc(v.endpoints, func(e Endpoint) bool { return e.usable() && counts(&e) })
+			changes = append(changes, change{v.at, name, usable})
+		}
+	}
+	slices.SortStableFunc(changes, func(a, b change) int { return a.at.Compare(b.at) })
+	if len(changes) > 0 {
+		all = []Span{{}}
+	}
+	now := map[string]bool{}
+	for i, c := range changes {
+		if now[c.name] = c.usable; !c.usable {
+			delete(now, c.name)
+		}
+		open := len(all) > 0 && all[len(all)-1].To.IsZero()
+		switch {
+		case i+1 < len(changes) && changes[i+1].at.Equal(c.at): // several at once
+		case len(now) == 0 && !open:
+			all = append(all, Span{From: c.at})
+		case len(now) > 0 && open:
+			all[len(all)-1].To = c.at
+		}
+	}
+	return slices.DeleteFunc(all, func(s Span) bool { return !s.To.IsZero() && !s.To.After(since) })
+}
+
+// becameUsable returns when a Service got endpoints of a destination's family last before a time, after it had none;
+// false if it did not.
+func (o *objects) becameUsable(service string, to netip.Addr, t time.Time) (at time.Time, ok bool) {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	family := func(e *Endpoint) bool { return e.Addr.Unmap().Is4() == to.Unmap().Is4() }
+	for _, s := range without(o.slices[service], time.Time{}, family) {
+		if !s.To.IsZero() && !s.To.After(t) {
+			at, ok = s.To, true
+		}
+	}
+	return at, ok
 }

@@ -7,6 +7,7 @@ import (
 	"net/netip"
 	"os"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"golang.org/x/sys/unix"
@@ -76,6 +77,8 @@ type space struct {
 	changes *ring[change]
 	counts  *ring[count]
 	commits *ring[commit]
+	// read is the time before which all packets are read that came; 0 if nothing reads them.
+	read atomic.Int64
 
 	mu sync.Mutex
 	// network is what it has just now, or had last.
@@ -99,6 +102,14 @@ func (s *space) link(index int32) string {
 		return name
 	}
 	return fmt.Sprintf("link %d", index)
+}
+
+// behind says whether packets before a time may not be read yet.
+func (s *space) behind(at int64) bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	read := s.read.Load()
+	return read != 0 && read < at && s.gone.IsZero()
 }
 
 // owns says whether an address is one of the namespace's.
@@ -228,7 +239,7 @@ func (a *attachment) Close() error {
 }
 
 func (a *attachment) readPackets() {
-	a.capture.run(a.space.packets.add, func(n uint64) {
+	a.capture.run(a.space.packets.add, a.space.read.Store, func(n uint64) {
 		now := time.Now()
 		a.space.counts.add(&count{now.Add(-2 * captureWindow).UnixNano(), now.UnixNano(), packetsLost, n})
 	})

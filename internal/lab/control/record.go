@@ -18,44 +18,32 @@ import (
 )
 
 // Record tells a recorder of all Services, EndpointSlices and Nodes, and of their changes until the context ends. It
-// returns when the recorder knows those that there are.
-func Record(ctx context.Context, client kubernetes.Interface, box *blackbox.Box) error {
-	var synced []cache.InformerSynced
-	follow := func(from cache.Getter, resource string, of runtime.Object, tell func(object any, deleted bool)) {
-		list := cache.NewListWatchFromClient(from, resource, metav1.NamespaceAll, fields.Everything())
-		_, informer := cache.NewInformerWithOptions(cache.InformerOptions{ListerWatcher: list, ObjectType: of,
-			Handler: cache.ResourceEventHandlerFuncs{
-				AddFunc:    func(o any) { tell(o, false) },
-				UpdateFunc: func(_, o any) { tell(o, false) },
-				DeleteFunc: func(o any) {
-					if last, is := o.(cache.DeletedFinalStateUnknown); is {
-						o = last.Obj
-					}
-					tell(o, true)
-				},
-			}})
-		synced = append(synced, informer.HasSynced)
-		go informer.Run(ctx.Done())
-	}
+// returns when the recorder knows those that there are. It calls see, unless that is nil, with each of these objects,
+// and with pods, as they become, or as they were before they were deleted; calls may overlap.
+func Record(ctx context.Context, client kubernetes.Interface, box *blackbox.Box, see func(o any, gone bool)) error {
+	f := follower{ctx: ctx, see: see}
 	core := client.CoreV1().RESTClient()
-	follow(core, "services", &v1.Service{}, func(o any, deleted bool) {
+	f.follow(core, "services", &v1.Service{}, func(o any, deleted bool) {
 		if s, is := o.(*v1.Service); is && !deleted {
-			box.Service(serviceOf(s))
+			box.Service(ServiceOf(s))
 		}
 	})
-	follow(client.DiscoveryV1().RESTClient(), "endpointslices", &discovery.EndpointSlice{}, func(o any, deleted bool) {
+	f.follow(client.DiscoveryV1().RESTClient(), "endpointslices", &discovery.EndpointSlice{}, func(o any, deleted bool) {
 		if s, is := o.(*discovery.EndpointSlice); is {
-			box.Slice(sliceOf(s, deleted))
+			box.Slice(SliceOf(s, deleted))
 		}
 	})
-	follow(core, "nodes", &v1.Node{}, func(o any, deleted bool) {
+	f.follow(core, "nodes", &v1.Node{}, func(o any, deleted bool) {
 		if n, is := o.(*v1.Node); is {
 			box.Node(n.Name, !deleted && nodeReady(n))
 		}
 	})
+	if see != nil {
+		f.follow(core, "pods", &v1.Pod{}, func(any, bool) {})
+	}
 	limit, cancel := context.WithTimeout(ctx, time.Minute)
 	defer cancel()
-	if !cache.WaitForCacheSync(limit.Done(), synced...) {
+	if !cache.WaitForCacheSync(limit.Done(), f.synced...) {
 		return errors.Join(errors.New("the recorder of failures has got no Services, EndpointSlices and Nodes"),
 			context.Cause(limit))
 	}
@@ -63,7 +51,33 @@ func Record(ctx context.Context, client kubernetes.Interface, box *blackbox.Box)
 	return nil
 }
 
-func serviceOf(s *v1.Service) blackbox.Service {
+// follower watches resources until its context ends.
+type follower struct {
+	ctx    context.Context
+	see    func(o any, gone bool)
+	synced []cache.InformerSynced
+}
+
+// follow tells of the objects of a resource.
+func (f *follower) follow(from cache.Getter, resource string, of runtime.Object, note func(o any, gone bool)) {
+	tell := func(o any, gone bool) {
+		if last, is := o.(cache.DeletedFinalStateUnknown); is {
+			o = last.Obj
+		}
+		if note(o, gone); f.see != nil {
+			f.see(o, gone)
+		}
+	}
+	list := cache.NewListWatchFromClient(from, resource, metav1.NamespaceAll, fields.Everything())
+	_, informer := cache.NewInformerWithOptions(cache.InformerOptions{ListerWatcher: list, ObjectType: of,
+		Handler: cache.ResourceEventHandlerFuncs{AddFunc: func(o any) { tell(o, false) },
+			UpdateFunc: func(_, o any) { tell(o, false) }, DeleteFunc: func(o any) { tell(o, true) }}})
+	f.synced = append(f.synced, informer.HasSynced)
+	go informer.Run(f.ctx.Done())
+}
+
+// ServiceOf returns what a recorder knows of a Service.
+func ServiceOf(s *v1.Service) blackbox.Service {
 	out := blackbox.Service{Name: s.Namespace + "/" + s.Name}
 	all := append(append([]string{}, s.Spec.ClusterIPs...), s.Spec.ExternalIPs...)
 	for _, i := range s.Status.LoadBalancer.Ingress {
@@ -80,7 +94,8 @@ func serviceOf(s *v1.Service) blackbox.Service {
 	return out
 }
 
-func sliceOf(s *discovery.EndpointSlice, deleted bool) blackbox.Slice {
+// SliceOf returns what a recorder knows of an EndpointSlice.
+func SliceOf(s *discovery.EndpointSlice, deleted bool) blackbox.Slice {
 	out := blackbox.Slice{Name: s.Namespace + "/" + s.Name,
 		Service: s.Namespace + "/" + s.Labels[discovery.LabelServiceName]}
 	if deleted {
