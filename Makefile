@@ -191,6 +191,10 @@ soak: tools ## run the long random test, 10,000 syncs to find leaks, and 1,000 k
 	$(GO) test ./nft/kernel -run 'TestWalk|TestLeaks' -walk.steps 100000 -walk.syncs 10000 -timeout 60m -v
 	$(GO) test ./cmd/verdict -run TestKilled -kills 1000 -timeout 30m -v
 
+EJECTIONS ?= 1000000
+ejections: tools ## open EJECTIONS connections over lossy links, in floods and under policies: no endpoint may be ejected
+	$(GO) test ./internal/proxy/node -run TestWrongEjections -ejections.connections $$(($(EJECTIONS) / 28)) -timeout 6h -v
+
 SIM_STEPS ?= 100000
 SIM_FIRST ?= 1
 simulate: ## simulate SIM_STEPS steps of the whole line over a kernel in memory, from seed SIM_FIRST on: half a millisecond each
