@@ -472,6 +472,36 @@ func TestFewClients(t *testing.T) {
 	}
 }
 
+// TestFewClientsDeleted: connections that are deleted before their client sends again are evidence, too: without them,
+// a client that gives up soon, or chooses again, would be seen once.
+func TestFewClientsDeleted(t *testing.T) {
+	for _, waits := range []bool{true, false} {
+		run(t, func(w *world) {
+			w.commit(port("shop", 1, 2))
+			w.set(1, Silent)
+			time.Sleep(6 * time.Second)
+			begun := time.Now()
+			w.mu.Lock()
+			w.last[endpoint(1)] = begun.Add(-2 * time.Second)
+			w.forsaken, w.accepted = func() time.Time { return begun }, time.Now
+			w.mu.Unlock()
+			w.saw(1, 1, 0)
+			for n := range 25 {
+				w.mu.Lock()
+				if w.waiting = []conntrack.WaitingFlow{}; waits {
+					w.waiting = append(w.waiting, conntrack.WaitingFlow{ID: fmt.Sprint(n), Client: client,
+						Endpoint: endpoint(1), Frontend: frontendKey})
+				}
+				w.mu.Unlock()
+				time.Sleep(600 * time.Millisecond)
+			}
+			if synctest.Wait(); (len(w.unhealthy()) > 0) != waits {
+				t.Errorf("unhealthy are %v; connections wait: %v", w.unhealthy(), waits)
+			}
+		})
+	}
+}
+
 // TestOtherServices: what clients see at the frontends of one Service says nothing about its endpoints in another, and
 // fills nobody else's account.
 func TestOtherServices(t *testing.T) {
