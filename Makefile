@@ -199,6 +199,9 @@ soak: tools ## run the long random test, 10,000 syncs to find leaks, and 1,000 k
 client-address: tools ## send 60,000 connections whose address is kept, hold 1,000 while endpoints move, and measure a packet
 	$(GO) test ./nft/kernel -run TestClientAddress -keep.connections 10000 -keep.held 1000 -keep.rate 500 -keep.news 1000 -v
 	$(GO) test ./nft/kernel -run XXX -bench BenchmarkClientAddress -benchtime 5x -count 3
+EJECTIONS ?= 1000000
+ejections: tools ## open EJECTIONS connections over lossy links, in floods and under policies: no endpoint may be ejected
+	$(GO) test ./internal/proxy/node -run TestWrongEjections -ejections.connections $$(($(EJECTIONS) / 28)) -timeout 6h -v
 
 SIM_STEPS ?= 100000
 SIM_FIRST ?= 1

@@ -20,6 +20,7 @@ func NewUnanswered(w *Walker) *Unanswered { return &Unanswered{w} }
 type WaitingFlow struct {
 	// ID is the kernel's.
 	ID       string
+	Client   netip.Addr
 	Endpoint netip.AddrPort
 	Frontend dataplane.Key
 }
@@ -40,7 +41,7 @@ func (u *Unanswered) Delete(ctx context.Context, endpoints []netip.AddrPort, doo
 		for i := range flows {
 			f := &flows[i]
 			if !f.answered && f.releasable() && wanted[f.endpoint] &&
-				doomed(WaitingFlow{ID: string(f.id), Endpoint: f.endpoint, Frontend: f.frontend}) {
+				doomed(WaitingFlow{string(f.id), f.client.Addr(), f.endpoint, f.frontend}) {
 				found = append(found, *f)
 			}
 		}

@@ -24,8 +24,8 @@ func asking(probe string, endpoints ...int) *dataplane.ServicePort {
 func TestAskedProbes(t *testing.T) {
 	run(t, func(w *world) {
 		w.busy(asking("tcp", 1, 2))
-		if n := w.probed(1); n < 4 || n > 7 {
-			t.Errorf("%d probes in 30 s", n)
+		if n := w.probed(1); n < 8 || n > 14 {
+			t.Errorf("%d probes in a minute", n)
 		}
 		w.die(1, Silent)
 		time.Sleep(8 * time.Second)

@@ -21,7 +21,8 @@ type flush struct {
 	// due is when to look; zero if not at all. again says that this is not the last time.
 	due   time.Time
 	again bool
-	last  time.Time
+	// last is when the last look began, and before when the one before it did.
+	last, before time.Time
 	// waiting are the flows that the last look at a doubted endpoint found. Looks go on until then, since clients whose
 	// flows were deleted may choose it once more.
 	waiting map[string]bool
@@ -69,9 +70,12 @@ func (d *Detector) scheduleFlush(now time.Time, t *track) {
 type job struct {
 	trackKey
 	ports []*dataplane.ServicePort
-	// doubted says that only flows in before go. waiting are those that were found.
+	// doubted says that only flows in before go, which began after began. waiting are those that were found now, and
+	// released the clients of those that went, maxDenied at most.
 	doubted         bool
+	began           time.Time
 	before, waiting map[string]bool
+	released        map[netip.Addr]bool
 	gone            int
 }
 
@@ -100,7 +104,8 @@ func (d *Detector) startFlush(ctx context.Context, now time.Time) {
 	slices.SortFunc(due, func(a, b *track) int { return a.flush.due.Compare(b.flush.due) })
 	todo := jobs{}
 	for _, t := range due[:min(maxFlush, len(due))] {
-		t.flush.due, t.flush.last = time.Time{}, now
+		began := t.flush.before
+		t.flush.due, t.flush.before, t.flush.last = time.Time{}, t.flush.last, now
 		if t.flush.again {
 			t.flush.due, t.flush.again = now.Add(t.flushPause()), false
 		}
@@ -109,8 +114,9 @@ func (d *Detector) startFlush(ctx context.Context, now time.Time) {
 			continue // it answers, and who waits is somebody that it will not answer
 		}
 		if ports := d.flushable(t); len(ports) > 0 {
-			todo[t.endpoint] = append(todo[t.endpoint], &job{trackKey: t.trackKey, ports: ports,
-				doubted: t.state == doubted, before: t.flush.waiting, waiting: map[string]bool{}})
+			todo[t.endpoint] = append(todo[t.endpoint], &job{trackKey: t.trackKey, ports: ports, began: began,
+				doubted: t.state == doubted, before: t.flush.waiting, waiting: map[string]bool{},
+				released: map[netip.Addr]bool{}})
 		}
 	}
 	if len(todo) == 0 {
@@ -141,6 +147,9 @@ func (j jobs) doomed(f conntrack.WaitingFlow) bool {
 		case !hasFrontend(job.ports, f.Frontend):
 		case !job.doubted, job.before[f.ID]:
 			job.gone++
+			if job.doubted && len(job.released) < maxDenied {
+				job.released[f.Client] = true
+			}
 			return true
 		case len(job.waiting) < maxWaiting:
 			job.waiting[f.ID] = true
@@ -158,8 +167,9 @@ func (d *Detector) recordFlush(f flushed) {
 				rest = min(f.took, mostRest)
 			} else if t := d.machine.tracks[job.trackKey]; t != nil && t.state == doubted {
 				if job.gone > 0 {
-					t.flush.until = now.Add(chooseAgain)
+					t.evidence, t.flush.until = now, now.Add(chooseAgain)
 				}
+				t.proof.release(job.began, job.released)
 				t.flush.waiting = job.waiting
 				t.flush.wanted = t.flush.wanted || len(job.waiting) > 0 || now.Before(t.flush.until)
 			}

@@ -96,21 +96,34 @@ func (p *past) slot(now time.Time) *slot {
 
 // enough returns how long a silence must be to mean that the endpoint answers nobody, by the time before it.
 func (p *past) enough() (silence time.Duration) {
+	answered, longest := p.seen()
+	if answered < answersFew {
+		return fewSilence
+	}
+	silence = max(time.Duration(longestTimes(answered)*float64(longest)), leastSilence)
+	if p.young() {
+		return min(silence, fewSilence)
+	}
+	return silence
+}
+
+// few reports whether that may be less than the clients' pauses are.
+func (p *past) few() bool {
+	answered, _ := p.seen()
+	return answered < answersFew || p.young()
+}
+
+func (p *past) young() bool { return p.last.Sub(p.first) < youngFor }
+
+// seen returns how often the endpoint was seen to answer, and its longest pause.
+func (p *past) seen() (answered int, longest time.Duration) {
 	oldest := p.last.UnixNano()/int64(slotTime) - historySlots
-	answered, longest := 0, time.Duration(0)
 	for i := range p.slots {
 		if s := &p.slots[i]; s.number > oldest {
 			answered, longest = answered+s.answered, max(longest, s.longest)
 		}
 	}
-	if answered < answersFew {
-		return fewSilence
-	}
-	silence = max(time.Duration(longestTimes(answered)*float64(longest)), leastSilence)
-	if p.last.Sub(p.first) < youngFor {
-		return min(silence, fewSilence)
-	}
-	return silence
+	return answered, longest
 }
 
 // longestTimes returns how many times the longest of n pauses the next one may be, but for a small chance. If the

@@ -102,6 +102,8 @@ type track struct {
 	// outcome is that of the last probe. mute says that nobody was answered for muteFor, and some were before.
 	outcome Outcome
 	mute    bool
+	// begun is when the last probe began, and ended when the last one that ended did.
+	begun, ended time.Time
 
 	// since is when the first evidence was read, and judged when the endpoint became unhealthy.
 	since, judged time.Time
@@ -121,10 +123,9 @@ type track struct {
 	// trialEnd is when the ejection ends at the latest, and trial how long it lasts.
 	trialEnd time.Time
 	trial    time.Duration
-	// silence is how long the endpoint had to be silent before the last ejection. proven is when a client was found that
-	// it no longer accepts, and another endpoint does.
+	// silence is how long the endpoint had to be silent before the last ejection.
 	silence time.Duration
-	proven  time.Time
+	proof   proof
 
 	// asks says who asks for probes, and path for what path, if by HTTP, which it is once the endpoint is known to have
 	// accepted a client. missed is since when probes fail, and used says that it is in a pool as a last resort.
@@ -222,7 +223,7 @@ func (m *machine) found(now time.Time, k trackKey, o Outcome) (changed bool) {
 	t.probing = false
 	t.probes++
 	was := t.doubtful()
-	t.outcome = o
+	t.outcome, t.ended = o, now
 	switch {
 	case t.asks == asResort:
 		return m.foundResort(now, t, o)
@@ -260,7 +261,7 @@ func (t *track) doubtful() bool {
 
 // clear ends a suspicion. Evidence that comes within a pause leads to a probe after it.
 func (t *track) clear(now time.Time, most time.Duration) {
-	t.state, t.touched, t.due, t.missed = cleared, now, time.Time{}, time.Time{}
+	t.state, t.touched, t.due, t.missed, t.proof = cleared, now, time.Time{}, time.Time{}, proof{}
 	t.quiet = min(max(2*t.quiet, quietFirst), most)
 	t.quietUntil = now.Add(t.quiet)
 	if t.asks != unasked {
@@ -308,7 +309,7 @@ func (m *machine) fail(now time.Time, t *track, silence time.Duration) {
 		t.trial = 0
 	}
 	t.trial = min(max(2*t.trial, trialFirst), trialMost)
-	t.state, t.judged, t.touched, t.silence = unhealthy, now, now, silence
+	t.state, t.judged, t.touched, t.silence, t.proof = unhealthy, now, now, silence, proof{}
 	t.quiet, t.quietUntil, t.answering, t.missed = 0, time.Time{}, time.Time{}, time.Time{}
 	t.pause, t.announced, t.flush = recoverFirst, false, flush{ejected: t.flush.ejected}
 	t.due, t.trialEnd = now.Add(t.pause), now.Add(t.trial)
@@ -369,8 +370,13 @@ func (m *machine) advance(now time.Time) (changed []*track) {
 			changed = append(changed, t)
 		case t.state == doubted:
 			silence, yes := m.silent(now, t)
+			yes = yes && now.Sub(t.proof.found) < proofLasts
+			probed := m.probedSince(now, t)
+			if yes && !probed && !t.probing {
+				t.due = now
+			}
 			switch {
-			case yes && now.Sub(t.proven) < proofLasts:
+			case yes && probed:
 				m.fail(now, t, silence)
 				changed = append(changed, t)
 			case now.Sub(clock.Later(t.evidence, t.missed)) >= doubtMemory && !t.probing:
@@ -460,7 +466,7 @@ func (m *machine) start(now time.Time) (probe []*track) {
 		if waiting[best] = waiting[best][1:]; len(waiting[best]) == 0 {
 			delete(waiting, best)
 		}
-		t.probing = true
+		t.probing, t.begun = true, now
 		running[best]++
 		probe = append(probe, t)
 	}
