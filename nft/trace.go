@@ -71,8 +71,22 @@ func (w *Walk) Trace(f ipfamily.Family) *dataplane.Trace {
 	if l, _, ok := w.Frontend(); ok {
 		t.Port, _ = l.PortName(l.FrontendKey().Protocol)
 		t.Connections = l.connections()
+	} else if l, ok := w.kept(); ok {
+		t.Port, _ = l.PortName(l.FrontendKey().Protocol)
 	}
 	return t
+}
+
+// kept returns the element that had the packet's client divided among nodes.
+func (w *Walk) kept() (e Listed, ok bool) {
+	for _, s := range w.Steps {
+		for _, l := range s.Found {
+			if l.Set == KeptServices {
+				e, ok = l, true
+			}
+		}
+	}
+	return e, ok
 }
 
 func (s *Step) trace(f ipfamily.Family) dataplane.TraceStep {
@@ -96,6 +110,14 @@ func (w *Walk) Cause() dataplane.Cause {
 			return dataplane.PingAnswered
 		}
 	}
+	if dataplane.OutcomeOf(w.Endings) == dataplane.Forwarded.String() {
+		return dataplane.ForwardedToNode
+	}
+	return w.causeOf()
+}
+
+// causeOf is Cause of a packet that goes nowhere, or on as it came: what the last rule says that matched.
+func (w *Walk) causeOf() dataplane.Cause {
 	for i := len(w.Steps) - 1; i >= 0; i-- {
 		s := &w.Steps[i]
 		if !s.Matched {

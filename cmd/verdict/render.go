@@ -34,7 +34,8 @@ func newRender() *cobra.Command {
 		Long: `Render prints the nftables ruleset that "verdict run" would write for the same manifests on the node
 --hostname-override. It does not touch the kernel and needs no privileges. "nft -f" can load the
 output. Node ports are shown at the addresses of the Node object, because render does not read the
-addresses of the node's interfaces.
+addresses of the node's interfaces. Nor does it know the node's neighbours, so Services that keep their
+clients' addresses are masqueraded, and there are no tables at the ingress of a device.
 
 With --backend=iptables it prints the input of "iptables-restore --noflush" for IPv4, or with
 --family=ipv6 the input of "ip6tables-restore --noflush".

@@ -12,6 +12,7 @@ import (
 	"github.com/verdict-proxy/verdict/nft"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 	"github.com/verdict-proxy/verdict/sync/reconcile"
+	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
 // Inspector answers from our tables.
@@ -60,6 +61,13 @@ func settingsOf(from tables) (*dataplane.Settings, error) {
 			return nil, err
 		}
 		s.Unhealthy = append(s.Unhealthy, health...)
+		macs, _, err := from.List(f, nft.NodeMACs)
+		if err != nil {
+			return nil, err
+		}
+		for i := range macs {
+			s.NodeMACs = append(s.NodeMACs, snapshot.MAC(macs[i].Key()))
+		}
 		if f == ipfamily.IPv4 {
 			s.MasqueradeAll, s.LocalhostNodePorts = t.Structure.MasqueradeAll, t.Structure.GuardLoopback
 		}
@@ -158,6 +166,9 @@ func traceOnce(from tables, f ipfamily.Family, p dataplane.Packet, node dataplan
 		t.Notes = append(t.Notes, fmt.Sprintf("the table %s %s is dormant: it does nothing", f.NFT(), nft.TableName))
 	}
 	_, pool, found := w.Frontend()
+	if !found && t.Port.Service != (snapshot.Name{}) { // other nodes' share
+		return t, nil
+	}
 	if !found {
 		t.Near, err = near(from, f, p.Destination)
 		return t, err

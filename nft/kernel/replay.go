@@ -59,20 +59,53 @@ func (r *Replay) Apply(batch []byte) (whole bool, err error) {
 		if merr != nil {
 			return false, fmt.Errorf("nft: replay: %w", merr)
 		}
-		if f, attrs, ok := ofTables(&m); ok {
+		switch f, ingress, attrs, ok := ofTables(&m); {
+		case !ok:
+		case ingress && m.Type&0xff == unix.NFT_MSG_DELTABLE:
+			r.held[f].dropIngress()
+		case !ingress || m.Type&0xff != unix.NFT_MSG_NEWTABLE:
 			r.held[f].apply(f, m.Type&0xff, attrs)
 		}
 	}
 	return whole, err
 }
 
-// ofTables returns the family and the attributes of a message about nf_tables.
-func ofTables(m *netlink.Message) (f ipfamily.Family, attrs []byte, ok bool) {
+// ofTables returns the family and the attributes of a message about nf_tables, and whether it is about the table at the
+// ingress.
+func ofTables(m *netlink.Message) (f ipfamily.Family, ingress bool, attrs []byte, ok bool) {
 	if m.Type>>8 != unix.NFNL_SUBSYS_NFTABLES || len(m.Body) < netlink.NetfilterLen {
-		return 0, nil, false
+		return 0, false, nil, false
 	}
-	f, ok = ipfamily.OfNFProto(m.Body[0])
-	return f, m.Body[netlink.NetfilterLen:], ok
+	attrs = m.Body[netlink.NetfilterLen:]
+	for _, f := range ipfamily.All {
+		for _, ingress := range [...]bool{false, true} {
+			const nameOfTable = 1 // the attribute of all objects
+			proto, name := tableAt(f, ingress)
+			if m.Body[0] == proto && (!ingress || netlink.Find(attrs, nameOfTable).Text() == name) {
+				return f, ingress, attrs, true
+			}
+		}
+	}
+	return 0, false, nil, false
+}
+
+// dropIngress takes out what was in the table at the ingress.
+func (t *replayed) dropIngress() {
+	for name := range t.chains {
+		if isIngressChain(name) {
+			delete(t.chains, name)
+			delete(t.rules, name)
+		}
+	}
+	for set := range t.elements {
+		if nft.SetID(set).IsIngress() {
+			t.elements[set] = nil
+		}
+	}
+}
+
+func isIngressChain(name string) bool {
+	return slices.ContainsFunc(nft.IngressChains(ipfamily.IPv4, ""), func(c nft.Chain) bool { return c.ID.Name() == name })
 }
 
 // revisionChange is what a batch does to the revision of a table: the number before it, which it deletes, and its own.
@@ -88,8 +121,8 @@ func scanRevisions(batch []byte, out *ipfamily.Per[revisionChange]) error {
 		if err != nil {
 			return fmt.Errorf("nft: replay: %w", err)
 		}
-		f, attrs, ok := ofTables(&m)
-		if !ok {
+		f, ingress, attrs, ok := ofTables(&m)
+		if !ok || ingress {
 			continue
 		}
 		to := &out[f]
@@ -240,8 +273,8 @@ func (t *replayed) found(f ipfamily.Family) *TableFound {
 	return out
 }
 
-// Batch returns a batch that makes both tables as they are here, whatever there is. It cannot if a rule is not one of
-// this version of Verdict.
+// Batch returns a batch that makes both tables as they are here, whatever there is, but for those at the ingress, whose
+// device is of another host. It cannot if a rule is not one of this version of Verdict.
 func (r *Replay) Batch() ([]byte, error) {
 	var txn nft.Txn
 	for i, f := range ipfamily.All {
@@ -250,12 +283,16 @@ func (r *Replay) Batch() ([]byte, error) {
 			return nil, fmt.Errorf("nft: replay: there is no table %s %s", f.NFT(), nft.TableName)
 		}
 		table := t.found(f).Table
+		table.Sets = slices.DeleteFunc(slices.Clone(table.Sets), func(s nft.Set) bool { return s.ID.IsIngress() })
+		table.Chains = slices.DeleteFunc(table.Chains, func(c nft.Chain) bool { return c.ID.Kind.IsIngress() })
 		if what := foreignRule(&table); what != "" {
 			return nil, fmt.Errorf("nft: replay: table %s %s has a rule of another version: %s", f.NFT(), nft.TableName, what)
 		}
 		txn.Tables[i].Create = &table
 		for set := range nft.NumSets {
-			txn.Tables[i].Add[set] = t.sorted(set)
+			if !set.IsIngress() {
+				txn.Tables[i].Add[set] = t.sorted(set)
+			}
 		}
 	}
 	var b batch
@@ -502,14 +539,15 @@ func Lines(batch []byte) (lines []string, err error) {
 		if err != nil {
 			return lines, fmt.Errorf("nft: replay: %w", err)
 		}
-		f, attrs, ok := ofTables(&m)
+		f, ingress, attrs, ok := ofTables(&m)
 		if !ok {
 			continue
 		}
-		table := f.NFT() + " " + nft.TableName + " "
+		name := tableText(f, ingress)
+		table := name + " "
 		switch msg := m.Type & 0xff; msg {
 		case unix.NFT_MSG_NEWTABLE, unix.NFT_MSG_DELTABLE:
-			lines = append(lines, sign(msg == unix.NFT_MSG_NEWTABLE)+"table "+f.NFT()+" "+nft.TableName)
+			lines = append(lines, sign(msg == unix.NFT_MSG_NEWTABLE)+"table "+name)
 		case unix.NFT_MSG_NEWCHAIN, unix.NFT_MSG_DELCHAIN:
 			name := netlink.Find(attrs, unix.NFTA_CHAIN_NAME).Text()
 			lines = append(lines, sign(msg == unix.NFT_MSG_NEWCHAIN)+"chain "+table+name)
@@ -541,7 +579,7 @@ func elementLines(f ipfamily.Family, attrs []byte, add bool) (lines []string) {
 		if !add { // only the key is known
 			text, _, _ = strings.Cut(text, " : ")
 		}
-		lines = append(lines, sign(add)+f.NFT()+" "+nft.TableName+" "+set.Name()+" { "+text+" }")
+		lines = append(lines, sign(add)+tableText(f, id.IsIngress())+" "+set.Name()+" { "+text+" }")
 	}
 	return lines
 }
@@ -552,7 +590,7 @@ func ServicesIn(batch []byte) (names []string) {
 		if err != nil {
 			break
 		}
-		f, attrs, ok := ofTables(&m)
+		f, _, attrs, ok := ofTables(&m)
 		if !ok || m.Type&0xff != unix.NFT_MSG_NEWSETELEM {
 			continue
 		}

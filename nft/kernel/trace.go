@@ -35,7 +35,7 @@ func (t *TableFound) walk(from Tables, p dataplane.Packet, node dataplane.LocalN
 			DataLen: nft.PaddedLen(f, s.Data), Dynamic: s.Dynamic})
 	}
 	trace, err := source.Trace(packets.Packet{Source: netip.AddrPortFrom(p.Source, 0), Interface: p.Interface,
-		Destination: netip.AddrPortFrom(p.Destination, p.Port), Protocol: packets.Protocol(p.Protocol)},
+		Destination: netip.AddrPortFrom(p.Destination, p.Port), Protocol: packets.Protocol(p.Protocol), MAC: p.MAC},
 		&packets.Host{Addrs: node.Addrs, Bridged: node.Bridged})
 	if err != nil {
 		return nil, nil, err
@@ -147,7 +147,7 @@ func (x *tracing) step(s *packets.Step) nft.Step {
 
 // outcomes are what verdicts are called.
 var outcomes = [...]dataplane.Outcome{packets.Untouched: dataplane.Untouched, packets.Sent: dataplane.Sent,
-	packets.Rejected: dataplane.Rejected, packets.Dropped: dataplane.Dropped}
+	packets.Rejected: dataplane.Rejected, packets.Dropped: dataplane.Dropped, packets.Forwarded: dataplane.Forwarded}
 
 // ending returns an outcome as an Inspector gives it, and how many slots lead to it.
 func (x *tracing) ending(o *packets.Outcome) (e dataplane.Ending, slots int) {
@@ -155,6 +155,8 @@ func (x *tracing) ending(o *packets.Outcome) (e dataplane.Ending, slots int) {
 	by := o.Last.Decided()
 	e.Share, e.Of = o.Chance.Short()
 	switch {
+	case o.Verdict == packets.Forwarded:
+		e.Endpoint = o.To
 	case o.Verdict == packets.Untouched && by != nil && by.Chain == (nft.ChainID{Kind: nft.LeftToIPVS}).Name():
 		e.Outcome = dataplane.Scheduled
 	case o.Verdict == packets.Sent && x.packet.Protocol.IsPing(): // it is this node's now

@@ -56,6 +56,14 @@ func TestTraceAgreesWithExplain(t *testing.T) {
 			here := append(slices.Clone(snap.HostAddrs), addr("10.244.1.2"))
 			snap.Apply(snapshot.Delta{HostAddrs: &here})
 		}
+		if w.Yes() { // some clients keep their addresses
+			snap.Apply(snapshot.Delta{Link: tracedLink(w.Yes())})
+			for n, svc := range snap.Services {
+				kept := *svc
+				kept.ClientAddress = snapshot.ClientAddress(r.IntN(3))
+				snap.Apply(snapshot.Delta{Services: map[snapshot.Name]*snapshot.Service{n: &kept}})
+			}
+		}
 		st, _ := dataplane.Compute(cfg, snap)
 		for _, svc := range st.Services {
 			refuse(svc.Ports...)
@@ -70,6 +78,9 @@ func TestTraceAgreesWithExplain(t *testing.T) {
 			}
 			p := dataplane.Packet{Source: q.Source, Destination: k.Addr, Protocol: k.Protocol, Port: k.Port,
 				Interface: q.Interface}
+			if x.Origin.Pod || snap.Link.HasAddr(q.Source) { // of another node, as far as it comes in by eth0
+				p.MAC = snapshot.MAC{2: 9}
+			}
 			w, unclear, err := tables[f].walk(replay, p, nodeOf(snap))
 			labtest.Check(t, err)
 			got := w.Trace(f)
@@ -84,6 +95,9 @@ func TestTraceAgreesWithExplain(t *testing.T) {
 				cause = got.Cause
 				full[cause]++
 			}
+			if x.Onward != nil && x.Onward.ByAddr && got.Cause == dataplane.ForwardedToNode {
+				cause = got.Cause // another node has this client's slot
+			}
 			if d := got.Disagreements(x); d != nil || unclear != nil || got.Cause != cause && !k.Protocol.IsPing() {
 				t.Errorf("seed %d, %+v: %v %v, %v and not %v\n%s", seed, q, d, unclear, got.Cause, x.Cause, traceText(got))
 			}
@@ -91,9 +105,19 @@ func TestTraceAgreesWithExplain(t *testing.T) {
 			outcomes[x.Cause.Outcome()]++
 		}
 	}
-	if n < 1000 || len(outcomes) != 6 || len(full) != 2 {
+	if n < 1000 || len(outcomes) != 7 || len(full) != 2 {
 		t.Errorf("only %d packets, outcomes %v, %v to full pools", n, outcomes, full)
 	}
+}
+
+// tracedLink is one with node-2 on it, and if there are two, with node-3, too.
+func tracedLink(two bool) *snapshot.Link {
+	l := &snapshot.Link{Device: "eth0", Nodes: map[string]snapshot.Neighbour{"node-2": {MACs: []snapshot.MAC{{2: 9}},
+		Addrs: ipfamily.Per[netip.Addr]{addr("192.0.2.9"), addr("2001:db8::9")}}}}
+	if two {
+		l.Nodes["node-3"] = snapshot.Neighbour{Addrs: ipfamily.Per[netip.Addr]{addr("192.0.2.10"), addr("2001:db8::a")}}
+	}
+	return l
 }
 
 // replayOf returns the tables for a State.

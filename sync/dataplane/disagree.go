@@ -13,7 +13,7 @@ import (
 // Disagreement says in what the objects and the kernel differ about one packet. At most one of Endpoint
 // and Affinity is set; if none is, the packet's fate is another one.
 type Disagreement struct {
-	// Endpoint is whom it is about.
+	// Endpoint is whom it is about; a node has port 0.
 	Endpoint netip.AddrPort
 	// Affinity says that the sender is remembered for another time.
 	Affinity bool
@@ -23,7 +23,10 @@ type Disagreement struct {
 
 func (d Disagreement) String() string {
 	about := ""
-	if d.Endpoint.IsValid() {
+	switch {
+	case d.Endpoint.IsValid() && d.Endpoint.Port() == 0:
+		about = d.Endpoint.Addr().String() + ": "
+	case d.Endpoint.IsValid():
 		about = d.Endpoint.String() + ": "
 	}
 	if d.Affinity {
@@ -38,6 +41,65 @@ func (t *Trace) Disagreements(x *Explanation) []Disagreement {
 		t.Cause == ClientOverLimit && x.Port.Limits.ClientOpen > 0) {
 		return nil // how many connections are open, the objects do not know
 	}
+	if x.Onward != nil {
+		return t.onwardDisagreements(x)
+	}
+	return t.disagreements(x)
+}
+
+// onwardDisagreements compares which nodes clients are forwarded to, and then what becomes of this node's share.
+func (t *Trace) onwardDisagreements(x *Explanation) (out []Disagreement) {
+	const there, not = "a node", "none of the nodes"
+	rest := *t
+	rest.Endings = nil
+	chances := map[netip.Addr]float64{}
+	own := 0.0
+	for _, e := range t.Endings {
+		if chance := float64(e.Share) / float64(e.Of); e.Outcome == Forwarded {
+			chances[e.Endpoint.Addr()] += chance
+		} else {
+			rest.Endings, own = append(rest.Endings, e), own+chance
+		}
+	}
+	off := func(is, want float64) bool { // slots are as many as there are
+		return !x.Onward.ByAddr && math.Abs(is-want) > 1/float64(x.Onward.Slots())
+	}
+	for i, n := range x.Onward.Nodes {
+		is, held := chances[n.Addr]
+		delete(chances, n.Addr)
+		at := netip.AddrPortFrom(n.Addr, 0)
+		switch want := x.Onward.Share(i); {
+		case n.Own:
+			if off(own, want) {
+				out = append(out, Disagreement{Objects: percentOf(want) + " stay here", Kernel: percentOf(own)})
+			}
+		case !held && !x.Onward.ByAddr:
+			out = append(out, Disagreement{Endpoint: at, Objects: there, Kernel: not})
+		case held && off(is, want):
+			out = append(out, Disagreement{Endpoint: at, Objects: percentOf(want), Kernel: percentOf(is)})
+		}
+	}
+	for a := range chances {
+		out = append(out, Disagreement{Endpoint: netip.AddrPortFrom(a, 0), Objects: not, Kernel: there})
+	}
+	switch {
+	case len(rest.Endings) == 0: // which is the other nodes' alone, or said above
+		return out
+	case x.Cause == ForwardedToNode:
+		return append(out, Disagreement{Objects: Forwarded.String(), Kernel: rest.Outcome()})
+	}
+	const whole = 1 << 20
+	for i := range rest.Endings {
+		e := &rest.Endings[i]
+		e.Share, e.Of = int(math.Round(float64(e.Share)/float64(e.Of)/own*whole)), whole
+	}
+	return append(out, rest.disagreements(x)...)
+}
+
+func percentOf(share float64) string { return fmt.Sprintf("%.3g %% of clients", 100*share) }
+
+// disagreements is Disagreements of what this node translates itself.
+func (t *Trace) disagreements(x *Explanation) []Disagreement {
 	want := x.Cause.Outcome()
 	sent := func(e Ending) bool { return e.Outcome == Sent }
 	if fate := t.Outcome(); fate != want.String() && !(want == Sent && slices.ContainsFunc(t.Endings, sent)) {
@@ -98,7 +160,7 @@ func (t *Trace) endpointDisagreements(x *Explanation) (out []Disagreement) {
 			total += c.Share()
 		}
 	}
-	rounded := x.Refused() > 0 || x.Port.Hash != NoHash
+	rounded := x.Refused() > 0 || x.Port.Hash != NoHash || x.Onward != nil
 	total *= RefusedOf
 	for _, c := range x.Endpoints {
 		has, held := endings[c.AddrPort]

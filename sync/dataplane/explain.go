@@ -46,9 +46,11 @@ const (
 	Scheduled
 	// Answered: this node itself answers it, which is a ping.
 	Answered
+	// Forwarded: it goes to another node as it came.
+	Forwarded
 )
 
-var outcomeNames = [...]string{"untouched", "endpoint", "reject", "drop", "ipvs", "answered"}
+var outcomeNames = [...]string{"untouched", "endpoint", "reject", "drop", "ipvs", "answered", "forwarded"}
 
 func (o Outcome) String() string { return outcomeNames[o] }
 
@@ -88,12 +90,14 @@ const (
 	OverLimit
 	// ClientOverLimit: the client has as many as it may have. The same.
 	ClientOverLimit
+	// ForwardedToNode: clients of the Service keep their address, and none of them is this node's share. Forwarded.
+	ForwardedToNode
 )
 
 var causeNames = [...]string{
 	"not-a-service", "service", "no-endpoints", "no-local-endpoints", "unused-port", "unallocated", "source-ranges",
 	"loopback", "scheduled", "failover-pass", "ping", "over-limit",
-	"client-over-limit",
+	"client-over-limit", "forwarded",
 }
 
 func (c Cause) String() string { return causeNames[c] }
@@ -101,7 +105,7 @@ func (c Cause) String() string { return causeNames[c] }
 // Outcome returns the outcome that the cause leads to.
 func (c Cause) Outcome() Outcome {
 	return [...]Outcome{Untouched, Sent, Rejected, Dropped, Rejected, Dropped, Dropped, Dropped, Scheduled,
-		Untouched, Answered, Rejected, Rejected}[c]
+		Untouched, Answered, Rejected, Rejected, Forwarded}[c]
 }
 
 // Explanation is the answer to a Question, with everything that led to it.
@@ -122,6 +126,9 @@ type Explanation struct {
 	// endpoints on this node.
 	Row   int
 	Local []bool
+	// Onward are the nodes among which the packet's client is divided, if it keeps its address and comes to this node
+	// first; nil if this node translates whatever the client is.
+	Onward *Keep
 	// Resort says that the Service has no usable endpoint, and is to use its last resort.
 	Resort bool
 	// LocalCounts says that the Object's Local counts.
@@ -307,7 +314,8 @@ func (e *explainer) fillBudget() {
 
 // asks reports whether a Service may ask something of the budgets.
 func (e *explainer) asks(n snapshot.Name, svc *snapshot.Service) bool {
-	if svc.Scheduling != nil || svc.Backends != nil || svc.Local != "" || e.s.Starting[n] != nil {
+	if svc.Scheduling != nil || svc.Backends != nil || svc.Local != "" || e.s.Starting[n] != nil ||
+		e.host.asksToKeep(svc) {
 		return true
 	}
 	for _, sl := range e.s.Slices[n] {
@@ -392,7 +400,23 @@ func (e *explainer) cause() Cause {
 	}
 	a := x.Port.Answer(f, x.Question.Source, x.Origin)
 	x.Source = a.Source
+	if e.comesFirstHere() {
+		if x.Onward = x.Port.Keep; x.Onward.OwnShare() == 0 {
+			return ForwardedToNode
+		}
+	}
 	return a.Cause
+}
+
+// comesFirstHere reports whether the packet is of a client that is divided among nodes: it comes from outside, and not
+// from another node, which has divided it already, or forwards it for its pods.
+func (e *explainer) comesFirstHere() bool {
+	x := e.x
+	if !x.Frontend.Kept || x.Port.Keep == nil || x.Origin.Node || x.Origin.Pod ||
+		x.Question.Interface != "" && x.Question.Interface != e.host.device && e.host.device != snapshot.AnyDevice {
+		return false
+	}
+	return !e.s.Link.HasAddr(x.Question.Source)
 }
 
 // unserved returns why a packet to an address has its outcome if no frontend answers.
@@ -448,7 +472,11 @@ func (e *explainer) endpoints() {
 	e.prepare(e.s, svc)
 	x.Resort = e.resort
 	e.collectEndpoints(p, f)
-	for _, r := range e.rows(svc, f, x.Frontend.Kind != ClusterIP) {
+	rows := e.rows(svc, f, x.Frontend.Kind != ClusterIP)
+	if x.Frontend.Kept && (x.Port.Keep == nil || x.Port.Keep.OwnShare() > 0) {
+		rows = e.policy(f, true, true, noFailover)
+	}
+	for _, r := range rows {
 		x.Local = append(x.Local, r.pool != clusterPool)
 	}
 	route, ch := x.Frontend.Routes[x.Row], e.clusterFilters()

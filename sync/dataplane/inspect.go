@@ -21,6 +21,8 @@ type Settings struct {
 	// writes none. Unhealthy are the endpoints that are ejected, and those that might be.
 	Config    *Config
 	Unhealthy []EndpointHealth
+	// NodeMACs are the link-layer addresses whose packets are not forwarded again.
+	NodeMACs []snapshot.MAC
 	// Scheduler says that IPVS is in use here. If it is not, nothing can be left to it, whatever the objects ask for.
 	Scheduler bool
 }
@@ -33,6 +35,8 @@ type Packet struct {
 	Port uint16
 	// Interface is the one the packet comes in by; empty means that a process on this node sends it.
 	Interface string
+	// MAC is the link-layer address of another node, if one sends it by the Interface; else zero.
+	MAC snapshot.MAC
 }
 
 // LocalNode is what a Trace has to know of the node.
@@ -90,7 +94,7 @@ type Ending struct {
 	Outcome Outcome
 	// Share of Of is its chance; Of is less than 2^31.
 	Share, Of int
-	// Endpoint is where it is sent; invalid if it is not Sent.
+	// Endpoint is where it is sent, if it is Sent; the node's address, with port 0, if it is Forwarded; else invalid.
 	Endpoint netip.AddrPort
 	// Masquerade says that the endpoint sees this node's address; Hairpin that it does since it reaches itself.
 	Masquerade, Hairpin bool

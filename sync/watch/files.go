@@ -186,15 +186,24 @@ func CheckFiles(ctx context.Context, path string) error {
 // errors are problems of single files and objects; the snapshot has the rest. If nothing of path can be read, the last
 // error is set and the snapshot is nil.
 func Load(ctx context.Context, path, nodeName string) (*snapshot.Snapshot, []error, error) {
-	var problems []error
+	s, _, problems, err := LoadNodes(ctx, path, nodeName, false)
+	return s, problems, err
+}
+
+// LoadNodes is Load; with all, it also returns the addresses of the other Nodes, by name.
+func LoadNodes(ctx context.Context, path, nodeName string, all bool) (s *snapshot.Snapshot,
+	nodes map[string][]netip.Addr, problems []error, err error) {
 	d := newManifestDir(path, nodeName, func(err error) { problems = append(problems, err) })
 	d.pipes = true
-	if err := cmp.Or(d.refresh(ctx), d.nothingRead()); err != nil {
-		return nil, nil, err
+	if all {
+		d.reader.nodeName = anyNode
 	}
-	s := snapshot.New()
+	if err := cmp.Or(d.refresh(ctx), d.nothingRead()); err != nil {
+		return nil, nil, nil, err
+	}
+	s = snapshot.New()
 	s.Apply(d.delta())
-	return s, problems, nil
+	return s, d.published.others, problems, nil
 }
 
 // manifestDir is the state of a Files source: the content of each file, what was published to the sink, and what has

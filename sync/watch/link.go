@@ -97,6 +97,11 @@ func (l *Link) Run(ctx context.Context, sink Sink) error {
 	}
 }
 
+// Look reads once which nodes are neighbours. It asks none: one has failed that the kernel has asked in vain.
+func (l *Link) Look(nodes map[string][]netip.Addr) (snapshot.Link, error) {
+	return l.look(nodes, map[string]*neighbour{}, (*neighbour).believe)
+}
+
 // linkWatch is a Link at work.
 type linkWatch struct {
 	*Link
@@ -131,7 +136,11 @@ func (w *linkWatch) step() (pause time.Duration) {
 		}
 		pause = max(time.Until(w.next), time.Millisecond)
 		var err error
-		if now, err = w.look(nodes, w.known, again); err != nil {
+		each := (*neighbour).ask
+		if !again {
+			each = nil
+		}
+		if now, err = w.look(nodes, w.known, each); err != nil {
 			if w.told != err.Error() {
 				w.told = err.Error()
 				w.report(fmt.Errorf("neighbours: %w; retrying", err))
@@ -189,9 +198,12 @@ type answers struct {
 	failed       bool
 }
 
-// look reads the kernel's table and takes what it says of each node. With again, it also judges who has answered, and
-// has the kernel ask all of them anew.
-func (l *Link) look(nodes map[string][]netip.Addr, known map[string]*neighbour, again bool) (out snapshot.Link,
+// judgement finds out whether a node answers at its addresses.
+type judgement func(n *neighbour, handle *netlink.Handle, index int, at ipfamily.Per[netip.Addr],
+	table map[netip.Addr]*netlink.Neigh)
+
+// look reads the kernel's table and takes what it says of each node. If judge is nil, who answers stays as it is.
+func (l *Link) look(nodes map[string][]netip.Addr, known map[string]*neighbour, judge judgement) (out snapshot.Link,
 	err error) {
 	handle, err := l.handle()
 	if err != nil {
@@ -218,8 +230,8 @@ func (l *Link) look(nodes map[string][]netip.Addr, known map[string]*neighbour, 
 		}
 		at := onLink(addrs, networks)
 		n.learn(at, table)
-		if again {
-			n.ask(handle, out.Index, at, table)
+		if judge != nil {
+			judge(n, handle, out.Index, at, table)
 		}
 		is := snapshot.Neighbour{Addrs: at, MACs: n.macs}
 		for f, a := range at {
@@ -249,6 +261,15 @@ func (n *neighbour) ask(handle *netlink.Handle, index int, at ipfamily.Per[netip
 		// A question that cannot be asked, as when the kernel's table is full, is one without an answer.
 		n.at[f].asked = true
 		_ = askNeighbour(handle, index, a, table[a])
+	}
+}
+
+// believe judges by the kernel's table alone.
+func (n *neighbour) believe(_ *netlink.Handle, _ int, at ipfamily.Per[netip.Addr],
+	table map[netip.Addr]*netlink.Neigh) {
+	for f, a := range at {
+		e := table[a]
+		n.at[f].failed = e != nil && e.State&noAnswer != 0
 	}
 }
 

@@ -75,9 +75,11 @@ type View struct {
 	// Ranges are the source ranges; nil if every source is allowed.
 	Ranges *Ranges `json:"sourceRanges,omitempty"`
 	// Backends are those of the port, if the Service refers to others.
-	Backends   []Backend          `json:"backends,omitempty"`
-	Rows       []Row              `json:"rows,omitempty"`
-	Endpoints  []Endpoint         `json:"endpoints,omitempty"`
+	Backends  []Backend  `json:"backends,omitempty"`
+	Rows      []Row      `json:"rows,omitempty"`
+	Endpoints []Endpoint `json:"endpoints,omitempty"`
+	// Nodes are other nodes, to which packets of some clients are forwarded untranslated.
+	Nodes      []NodeShare        `json:"nodes,omitempty"`
 	Excluded   []ExcludedEndpoint `json:"leftOut,omitempty"`
 	Affinity   *Affinity          `json:"affinity,omitempty"`
 	NearMisses []NearMiss         `json:"near,omitempty"`
@@ -220,6 +222,10 @@ func (a *Answer) fillObjects(x *dataplane.Explanation, o *Objects, policy *Polic
 	if x.Cause == dataplane.FrontendFound || x.Cause == dataplane.FrontendScheduled && x.ZonesIgnored != "" {
 		a.noteChoice(x)
 	}
+	a.noteClients(x)
+	if x.Onward != nil && o.Snap.Link.Device == snapshot.AnyDevice {
+		a.Notes = append(a.Notes, "this host is not the node: all Nodes are taken for its neighbours")
+	}
 }
 
 // noteChoice says how the endpoint is chosen, if that is not as usual or not as the Service asks.
@@ -270,16 +276,20 @@ func (a *Answer) fillFrontend(v *View, o *Objects) {
 		v.Ranges = &Ranges{x.Frontend.Sources, x.Source}
 	}
 	for i, r := range x.Frontend.Routes {
-		v.Rows = append(v.Rows, Row{r.From.String(), rowEndpoints[x.Local[i]], r.SNAT, i == x.Row})
+		if x.Cause != dataplane.ForwardedToNode { // before any policy
+			v.Rows = append(v.Rows, Row{r.From.String(), rowEndpoints[x.Local[i]], r.SNAT, i == x.Row})
+		}
 	}
-	v.Backends = backendsOf(x)
+	v.Backends, v.Nodes = backendsOf(x), nodesOf(x)
 	if x.Cause == dataplane.FrontendScheduled {
 		v.Scheduler = x.Port.Scheduling.String()
 	}
 	if x.Port.Affinity > 0 {
 		v.Affinity = &Affinity{Timeout: int(x.Port.Affinity / time.Second)}
 	}
-	if x.Cause != dataplane.SourceRefused && x.Cause != dataplane.FromOutsideToLoopback { // else they make no difference
+	switch x.Cause {
+	case dataplane.SourceRefused, dataplane.FromOutsideToLoopback, dataplane.ForwardedToNode: // they make no difference
+	default:
 		a.fillEndpoints(v, o)
 	}
 }
@@ -304,7 +314,8 @@ func (a *Answer) fillEndpoints(v *View, o *Objects) {
 			continue
 		}
 		e := Endpoint{socket: socketOf(c.AddrPort), Node: c.Object.Node, Zone: c.Object.Zone,
-			Chance: float64(c.Share()) / float64(total) * (1 - a.refused()), Draining: c.Reason == dataplane.IncludedTerminating}
+			Chance:   float64(c.Share()) / float64(total) * (1 - a.refused()) * a.own(),
+			Draining: c.Reason == dataplane.IncludedTerminating}
 		a.fillSource(&e, c.SourceSeen)
 		if v.Scheduler != "" {
 			e.Chance, e.Weight = 0, int(c.Weight)
@@ -396,6 +407,9 @@ func (a *Answer) exclusionText(c *dataplane.EndpointDecision, node string) strin
 		if c.Object.Node == "" {
 			return "on no known node, and " + policy + " is Local"
 		}
+		if x.Frontend.Kept {
+			return "not on this node (" + node + "): its share of the clients is forwarded to its node"
+		}
 		return "not on this node (" + node + "), and " + policy + " is Local"
 	case dataplane.ExcludedNodeHint:
 		return fmt.Sprintf("topology hints: for %s, and this node is %s", orNone(c.Object.ForNodes), node)
@@ -483,6 +497,9 @@ const ejectedHere = ", ejected on this node"
 // fillDestinations fills in the endpoints that the kernel would choose from, and the affinity entry.
 func (a *Answer) fillDestinations(v *View) {
 	for _, end := range a.trace.Endings {
+		if end.Outcome == dataplane.Forwarded {
+			v.Nodes = append(v.Nodes, a.nodeOf(end))
+		}
 		if end.Outcome != dataplane.Sent {
 			continue
 		}

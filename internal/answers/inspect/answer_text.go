@@ -67,7 +67,9 @@ func (a *Answer) why(v *View) string {
 	x, dst := a.explanation, a.explanation.Question.Key
 	switch x.Cause {
 	case dataplane.FrontendFound:
-		return sentTo(v.Endpoints) + refusedText(a.refused())
+		return sentTo(v.Endpoints) + refusedText(a.refused()) + othersText(v.Nodes)
+	case dataplane.ForwardedToNode:
+		return forwardedTo(v.Nodes)
 	case dataplane.FrontendScheduled:
 		return scheduledTo(v)
 	case dataplane.NoEndpoints:
@@ -114,13 +116,18 @@ func (a *Answer) whyKernel(v *View) string {
 				refused += float64(e.Share) / float64(e.Of)
 			}
 		}
+		for _, n := range v.Nodes {
+			whole += n.Chance
+		}
 		if whole+refused > 1-1e-6 {
-			return sentTo(v.Endpoints) + refusedText(refused)
+			return sentTo(v.Endpoints) + refusedText(refused) + othersText(v.Nodes)
 		}
 		return fmt.Sprintf("%s, but %s of the connections find an empty slot and are not translated", sentTo(v.Endpoints),
 			percent(1-whole))
 	case a.trace.Cause == dataplane.FrontendFound:
 		return sentTo(v.Endpoints)
+	case a.trace.Cause == dataplane.ForwardedToNode:
+		return forwardedTo(v.Nodes)
 	case a.trace.Cause == dataplane.FrontendScheduled:
 		return scheduledTo(v)
 	}
@@ -282,6 +289,7 @@ func (a *Answer) printView(s *terminal.Printer, v *View, o TextOptions) {
 		}
 		labelled(s, label, "%s", s.Paint(terminal.Red, u))
 	}
+	printNodes(s, v.Nodes)
 	a.printNear(s, v)
 	a.printEndpoints(s, v, o)
 }

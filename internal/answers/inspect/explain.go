@@ -148,7 +148,7 @@ func (e *explainRun) answer(ctx context.Context) (*Answer, error) {
 		a.fillObjects(x, e.objects, &e.Objects.Policy, pods.unknown)
 	}
 	if e.Inspector != nil {
-		t, err := e.Inspector.Trace(ctx, e.packet(s), dataplane.LocalNode{Addrs: e.localAddrs, Bridged: e.routes.Bridged})
+		t, err := e.Inspector.Trace(ctx, e.packet(a), dataplane.LocalNode{Addrs: e.localAddrs, Bridged: e.routes.Bridged})
 		if err != nil {
 			return nil, err
 		}
@@ -156,7 +156,7 @@ func (e *explainRun) answer(ctx context.Context) (*Answer, error) {
 		if !e.At.IsZero() {
 			a.Kernel.From += " at " + e.At.Local().Format(time.DateTime)
 		}
-		if a.Kernel.Service != nil {
+		if a.Kernel.Service != nil && t.Cause != dataplane.ForwardedToNode { // which nothing counts
 			if why := e.uncountedNote(t, a.Kernel); why != "" {
 				a.Notes = append(a.Notes, why)
 			}
@@ -192,11 +192,17 @@ func (e *explainRun) ejectionNotes(a *Answer) []string {
 }
 
 // packet returns the first packet of the connection.
-func (e *explainRun) packet(s sender) dataplane.Packet {
+func (e *explainRun) packet(a *Answer) dataplane.Packet {
+	s := a.sender
 	p := dataplane.Packet{Source: s.addr, Destination: e.q.Key.Addr, Protocol: e.q.Key.Protocol, Port: e.q.Key.Port,
 		Interface: s.iface}
 	if local := slices.Contains(e.localAddrs, s.addr) || s.addr.IsLoopback(); p.Interface == "" && !local {
 		p.Interface = unknownInterface
+	}
+	x := a.explanation
+	if e.settings != nil && len(e.settings.NodeMACs) > 0 && x != nil &&
+		(x.Origin.Pod || e.objects.Snap.Link.HasAddr(s.addr)) {
+		p.MAC = e.settings.NodeMACs[0] // by the link, another node sends it
 	}
 	return p
 }

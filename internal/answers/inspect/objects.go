@@ -78,13 +78,14 @@ func (o *ObjectFlags) Load(ctx context.Context, settings *dataplane.Settings, he
 	if settings != nil {
 		out.Adopted = o.adopt(&out.Config, settings)
 	}
+	var nodes map[string][]netip.Addr
 	if o.From != "" {
 		out.Source = o.From
-		out.Snap, out.Problems, err = LoadManifests(ctx, o.From, out.Config.NodeName)
+		out.Snap, nodes, out.Problems, err = watch.LoadNodes(ctx, manifestPath(o.From), out.Config.NodeName, out.asksNodes())
 	} else {
 		out.Source = "the API server"
 		out.Config.APIServer = watch.Client{Kubeconfig: o.Kubeconfig}.Server()
-		out.Snap, out.Problems, err = listKubernetes(ctx, o.Kubeconfig, out.Config.NodeName)
+		out.Snap, nodes, out.Problems, err = listKubernetes(ctx, o.Kubeconfig, out.Config.NodeName, out.asksNodes())
 	}
 	if err != nil {
 		return nil, err
@@ -102,15 +103,19 @@ func (o *ObjectFlags) Load(ctx context.Context, settings *dataplane.Settings, he
 		addrs, facts.HostNetworks = AssumedAddrs(out.Snap.Node), nil
 	}
 	out.Snap.Apply(snapshot.Delta{HostAddrs: &addrs, HostNetworks: facts.HostNetworks})
-	return out, nil
+	return out, out.addLink(nodes, here || onNode, settings)
 }
 
 // LoadManifests is watch.Load, where "-" is standard input.
 func LoadManifests(ctx context.Context, path, node string) (*snapshot.Snapshot, []error, error) {
+	return watch.Load(ctx, manifestPath(path), node)
+}
+
+func manifestPath(path string) string {
 	if path == "-" {
-		path = "/dev/stdin"
+		return "/dev/stdin"
 	}
-	return watch.Load(ctx, path, node)
+	return path
 }
 
 // MissingNode returns an error if the objects have no Node of this name; what depends on it is missing then.
@@ -253,14 +258,15 @@ const (
 	listGrace = 2 * time.Second
 )
 
-// listKubernetes asks the API server once.
-func listKubernetes(ctx context.Context, kubeconfig, nodeName string) (*snapshot.Snapshot, []error, error) {
+// listKubernetes asks the API server once; with all, also for the addresses of the other Nodes.
+func listKubernetes(ctx context.Context, kubeconfig, nodeName string, all bool) (*snapshot.Snapshot,
+	map[string][]netip.Addr, []error, error) {
 	config, err := watch.ClientConfig(kubeconfig)
 	if err != nil {
 		if kubeconfig == "" {
 			err = fmt.Errorf("%w (outside of a cluster give --kubeconfig FILE, or --from PATH)", err)
 		}
-		return nil, nil, err
+		return nil, nil, nil, err
 	}
 	config.QPS, config.Burst = 50, 50
 	ctx, cancel := context.WithTimeout(ctx, listTimeout)
@@ -282,19 +288,54 @@ func listKubernetes(ctx context.Context, kubeconfig, nodeName string) (*snapshot
 		default:
 		}
 	}}
+	others := wantNodes(source, all)
 	ended := make(chan error, 1)
 	go func() { ended <- source.Run(ctx, c) }()
 	if err := await(ctx, synced, failed, ended); err != nil {
-		return nil, nil, err
+		return nil, nil, nil, err
 	}
+	nodes, err := awaitNodes(others)
 	cancel()
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	mu.Lock()
 	defer mu.Unlock()
+	if err != nil {
+		problems = append(problems, err)
+	}
 	snap := snapshot.New()
 	snap.Apply(c.delta)
-	return snap, problems, nil
+	return snap, nodes, problems, nil
+}
+
+// wantNodes has a source list the other Nodes, too, and returns where their addresses come.
+func wantNodes(source *watch.Kubernetes, wants bool) <-chan map[string][]netip.Addr {
+	if !wants {
+		return nil
+	}
+	others, wanted := make(chan map[string][]netip.Addr, 1), make(chan struct{})
+	close(wanted)
+	source.NodesWanted = wanted
+	source.Nodes = func(m map[string][]netip.Addr) {
+		select {
+		case others <- m:
+		default: // the first list is enough
+		}
+	}
+	return others
+}
+
+// awaitNodes waits for the addresses of the other Nodes, which not everybody may list. Without a channel, it has none.
+func awaitNodes(others <-chan map[string][]netip.Addr) (map[string][]netip.Addr, error) {
+	if others == nil {
+		return nil, nil
+	}
+	select {
+	case m := <-others:
+		return m, nil
+	case <-time.After(listGrace):
+		return nil, errors.New("the other Nodes cannot be listed: whether clients keep their addresses is not known")
+	}
 }
 
 // await waits until everything is listed. It returns an error only if no list follows within listGrace.

@@ -111,7 +111,7 @@ func (e *explainRun) routed() bool { return e.routes != nil && e.At.IsZero() }
 // hostPacket returns the packet as the host sees it.
 func (e *explainRun) hostPacket(a *Answer) preflight.Packet {
 	protocol, _ := packets.ParseProtocol(a.Packet.Protocol)
-	iface := e.packet(a.sender).Interface
+	iface := e.packet(a).Interface
 	to := netip.AddrPortFrom(a.key.Addr, a.key.Port)
 	return preflight.NewPacket(a.sender.addr, to, protocol, iface == "", iface)
 }

@@ -35,14 +35,7 @@ func settingsOf(x *dataplane.Explanation) (list []Setting) {
 		chooser = "IPVS chooses the endpoint"
 	}
 	add(svc.Limits != snapshot.Limits{}, "limits", svc.Limits.String(), chooser)
-	kept := "only at load balancer addresses and external IPs"
-	if k := x.Frontend.Kind; k == dataplane.LoadBalancerIP || k == dataplane.ExternalIP {
-		kept = ""
-	}
-	add(svc.ClientAddress == snapshot.ClientAddressKeep, "client-address",
-		"keep: where clientAddress allows it and nodes are neighbours, others' shares are passed on before this",
-		kept)
-	add(svc.ClientAddress == snapshot.ClientAddressMasquerade, "client-address", "masquerade", kept)
+	add(svc.ClientAddress != snapshot.ClientAddressDefault, "client-address", svc.ClientAddress.String(), unkept(x))
 	add(svc.SlowStart > 0, "slow-start", units.Span(svc.SlowStart), "")
 	add(svc.Counters == snapshot.CountersFirst, "counters", "true", "")
 	add(svc.Counters == snapshot.CountersNever, "counters", "false", "")

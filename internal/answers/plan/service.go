@@ -117,6 +117,7 @@ func (m *maker) settings(s *Service, n snapshot.Name, before, after *dataplane.S
 		say(port, "limits", limitsText(b), limitsText(a))
 		say(port, "drain deadline", spanText(b.Drain), spanText(a.Drain))
 		say(port, "rebalance", spanText(b.Rebalance), spanText(a.Rebalance))
+		say(port, "clients' addresses", clientsText(b), clientsText(a))
 		said[a.Name.Port+a.Name.Protocol.String()] = len(s.Settings) > count
 	}
 }
@@ -135,6 +136,24 @@ func refusedText(sp *dataplane.ServicePort) string {
 		text += " (with a policy Local " + local + ")"
 	}
 	return text
+}
+
+// clientsText says whether clients from outside keep their addresses, and on which nodes.
+func clientsText(sp *dataplane.ServicePort) string {
+	kept := slices.ContainsFunc(sp.Frontends, func(f dataplane.Frontend) bool { return f.Kept })
+	switch {
+	case sp.NotKept != dataplane.KeptOrNotAsked:
+		return "masqueraded (" + sp.NotKept.String() + ")"
+	case !kept:
+		return "by externalTrafficPolicy"
+	case sp.Keep == nil:
+		return "kept, all endpoints are here"
+	}
+	var names []string
+	for _, n := range sp.Keep.Nodes {
+		names = append(names, n.Name)
+	}
+	return "kept, endpoints on " + strings.Join(names, ", ")
 }
 
 func limitsText(sp *dataplane.ServicePort) string { return cmp.Or(sp.Limits.String(), "none") }
@@ -282,8 +301,10 @@ func answers(sp *dataplane.ServicePort, f *dataplane.Frontend) string {
 
 // answer says what a frontend does with a sender, without its number of endpoints.
 func answer(sp *dataplane.ServicePort, f *dataplane.Frontend, from dataplane.From) string {
-	r := f.Route(from)
+	r, kept := f.Route(from), f.Kept && from == dataplane.Anyone && sp.Keep != nil
 	switch {
+	case kept && sp.Keep.OwnShare() == 0:
+		return "forwarded untranslated to nodes with endpoints"
 	case r.Pool == sp.Scheduled(f):
 		return "IPVS chooses"
 	case len(r.Pool.Endpoints) == 0 && r.Pool.Empty == dataplane.Drop:
@@ -294,7 +315,10 @@ func answer(sp *dataplane.ServicePort, f *dataplane.Frontend, from dataplane.Fro
 		return "rejected, no endpoint"
 	}
 	text := "endpoints everywhere"
-	if r.Pool == sp.Local {
+	switch {
+	case kept:
+		text = "endpoints on this node, and forwarded untranslated to others,"
+	case r.Pool == sp.Local:
 		text = "endpoints on this node"
 	}
 	if r.SNAT {

@@ -38,6 +38,7 @@ const (
 	opLocalAddress // iptables: an address is this host's
 	opMark         // iptables: the mark has a value under a mask
 	opNoTrack
+	opForward
 )
 
 // Where the parts of a header lie.
@@ -171,6 +172,8 @@ func (t *nfTable) expression(name string, a netlink.Attributes) nfOp {
 		return t.compileLookup(a)
 	case "dynset":
 		return t.compileUpdate(a)
+	case "exthdr":
+		return compileExtension(a)
 	}
 	return t.compileTarget(name, a)
 }
@@ -187,6 +190,12 @@ func (t *nfTable) compileTarget(name string, a netlink.Attributes) nfOp {
 		return t.compileNAT(a)
 	case "masq":
 		return nfOp{kind: opMasquerade}
+	case "fwd":
+		const addr, proto = 2, 3 // NFTA_FWD_SREG_ADDR, NFTA_FWD_NFPROTO
+		if a[proto].Big32() != uint32(t.family.NFProto()) {
+			return nfOp{unknown: "fwd to no address of this family"}
+		}
+		return nfOp{kind: opForward, source: register(a[addr]), n: t.family.AddrLen()}
 	case "reject":
 		return nfOp{kind: opReject, what: uint8(a[unix.NFTA_REJECT_TYPE].Big32()),
 			n: int(a[unix.NFTA_REJECT_ICMP_CODE].Uint8())}
@@ -211,6 +220,16 @@ func (t *nfTable) compileTarget(name string, a netlink.Attributes) nfOp {
 		}
 	}
 	return nfOp{unknown: name}
+}
+
+// compileExtension translates what reads an extension header of IPv6: first packets have none, and such a rule does not
+// match.
+func compileExtension(a netlink.Attributes) nfOp {
+	const flags, op, sreg = 5, 6, 7 // NFTA_EXTHDR_*
+	if _, sets := a[sreg]; sets || a[op].Big32() != 0 || a[flags].Big32() != 0 {
+		return nfOp{unknown: "exthdr"}
+	}
+	return nfOp{kind: opVerdict, code: codeBreak}
 }
 
 // compileMatch translates a match of iptables' own: comments, and the state of a connection.
@@ -287,7 +306,7 @@ func compileMeta(a netlink.Attributes) nfOp {
 	op.dest = register(a[unix.NFTA_META_DREG])
 	switch key {
 	case unix.NFT_META_PROTOCOL, unix.NFT_META_NFPROTO, unix.NFT_META_L4PROTO, unix.NFT_META_PRIORITY, unix.NFT_META_MARK,
-		unix.NFT_META_IIF, unix.NFT_META_IIFNAME, unix.NFT_META_OIF, unix.NFT_META_OIFNAME:
+		unix.NFT_META_IIF, unix.NFT_META_IIFNAME, unix.NFT_META_OIF, unix.NFT_META_OIFNAME, unix.NFT_META_IIFTYPE:
 	default:
 		op.unknown = fmt.Sprintf("meta key %d", key)
 	}
@@ -308,7 +327,7 @@ func (t *nfTable) compilePayload(a netlink.Attributes) nfOp {
 	case op.what == baseLink:
 		known = [][2]int{{6, 12}}
 	case op.what == baseNetwork && t.family == ipfamily.IPv4:
-		known = [][2]int{{9, 10}, {12, 20}}
+		known = [][2]int{{6, 8}, {9, 10}, {12, 20}} // first packets are no fragments
 	case op.what == baseNetwork:
 		known = [][2]int{{6, 7}, {8, 40}}
 	case op.what == baseTransport:

@@ -58,7 +58,9 @@ type nfChain struct {
 	hook     uint32
 	priority int32
 	drops    bool
-	rules    []nfRule
+	// devices are those at whose ingress it sees packets; nil at other hooks.
+	devices []string
+	rules   []nfRule
 }
 
 // nfRule is a rule, compiled.
@@ -109,7 +111,7 @@ type nfRange struct {
 // Rules are tables of nf_tables, as the kernel lists them: a Walker.
 type Rules struct {
 	tables ipfamily.Per[[]*nfTable]
-	hooks  ipfamily.Per[[5][]*nfChain]
+	hooks  ipfamily.Per[[hookIngress + 1][]*nfChain]
 	host   *Host
 	digest [sha256.Size]byte
 	size   Size
@@ -270,8 +272,28 @@ func (t *nfTable) addChain(a netlink.Attributes) {
 		c.hook, c.priority = h[unix.NFTA_HOOK_HOOKNUM].Big32(), int32(h[unix.NFTA_HOOK_PRIORITY].Big32())
 		policy, ok := a[unix.NFTA_CHAIN_POLICY]
 		c.drops = ok && int32(policy.Big32()) == codeDrop
+		c.findDevices(h)
 	}
 	t.chains[c.name] = c
+}
+
+// findDevices takes over at which devices' ingress a chain of the family netdev sees packets. What is at their egress,
+// or in the family inet at their ingress, is not followed.
+func (c *nfChain) findDevices(hook netlink.Attributes) {
+	const devs, name, ingress = 4, 1, 0 // NFTA_HOOK_DEVS, NFTA_DEVICE_NAME, NF_NETDEV_INGRESS
+	if one := hook[unix.NFTA_HOOK_DEV]; len(one) > 0 {
+		c.devices = []string{one.Text()}
+	}
+	for typ, v := range netlink.Each(hook[devs]) {
+		if typ == name {
+			c.devices = append(c.devices, v.Text())
+		}
+	}
+	if c.devices == nil {
+		return
+	}
+	c.base = c.hook == ingress
+	c.hook = hookIngress
 }
 
 func sortedBy[T any](m map[string]T, name func(T) string) []T {

@@ -21,6 +21,8 @@ const (
 	hookForward
 	hookOutput
 	hookPostrouting
+	// hookIngress is that of the family netdev, which is before all others.
+	hookIngress
 )
 
 // natPriority is where connection tracking translates, whatever the priority of a nat chain is.
@@ -37,7 +39,7 @@ func (r *Rules) order() {
 				continue
 			}
 			for _, c := range t.chains {
-				if c.base && c.hook < 5 {
+				if c.base && (c.hook < hookIngress || c.devices != nil) {
 					r.hooks[f][c.hook] = append(r.hooks[f][c.hook], c)
 				}
 			}
@@ -70,6 +72,8 @@ type update struct {
 	set       *nfSet
 	key, data string
 	timeout   uint64
+	// ingress says that it is about the node of a flow, and not about its endpoint.
+	ingress bool
 }
 
 // frame is a place in a chain.
@@ -191,7 +195,7 @@ func (w *walker) machine() *machine {
 	case ICMPv6:
 		m.transport[0] = echoV6
 	}
-	if m.hook = hookPrerouting; p.Interface == "" {
+	if m.hook = hookIngress; p.Interface == "" {
 		m.hook = hookOutput
 	}
 	w.enter(m)
@@ -215,7 +219,11 @@ func (w *walker) destination(m *machine) netip.AddrPort {
 func (w *walker) enter(m *machine) {
 	chains := w.rules.hooks[w.family][m.hook]
 	for ; m.base < len(chains); m.base++ {
-		if c := chains[m.base]; (!c.nat || !m.natDone && !m.looped && !m.untracked) && (w.only == nil || w.only(c)) {
+		c := chains[m.base]
+		if m.hook == hookIngress && !slices.Contains(c.devices, m.iif) {
+			continue
+		}
+		if (!c.nat || !m.natDone && !m.looped && !m.untracked) && (w.only == nil || w.only(c)) {
 			m.stack[0], m.depth, m.op = frame{chain: c}, 0, 0
 			return
 		}
@@ -226,6 +234,10 @@ func (w *walker) enter(m *machine) {
 func (w *walker) nextHook(m *machine) bool {
 	if w.only != nil {
 		return false
+	}
+	if m.hook == hookIngress {
+		m.hook, m.base = hookPrerouting, 0
+		return true
 	}
 	local := w.rules.host.local(w.destination(m).Addr())
 	switch m.hook {
@@ -274,8 +286,10 @@ func (w *walker) end(m *machine, e Ending) {
 	if e.Verdict == Untouched {
 		if m.translated {
 			e.Verdict, e.To, e.Recalled = Sent, w.destination(m), m.recalled
-			if n := len(m.updates); n > 0 {
-				e.Remembered = uint32((m.updates[n-1].timeout + 500) / 1000)
+			for _, u := range m.updates {
+				if !u.ingress {
+					e.Remembered = uint32((u.timeout + 500) / 1000)
+				}
 			}
 		}
 		e.Masqueraded = m.masquerade
@@ -404,6 +418,10 @@ func (w *walker) evaluate(m *machine, op *nfOp) (result, error) {
 		return w.verdict(m, op.code, op.chain)
 	case opLookup:
 		return w.lookup(m, op)
+	case opForward:
+		a, _ := netip.AddrFromSlice(m.regs[op.source : op.source+op.n])
+		w.end(m, Ending{Verdict: Forwarded, To: netip.AddrPortFrom(a, 0)})
+		return ended, nil
 	default:
 		return w.act(m, op)
 	}
@@ -449,6 +467,12 @@ func (w *walker) meta(m *machine, op *nfOp) (result, error) {
 		m.load(op.dest, native32(m.mark))
 	case unix.NFT_META_IIF, unix.NFT_META_IIFNAME, unix.NFT_META_OIF, unix.NFT_META_OIFNAME:
 		return w.loadLink(m, op)
+	case unix.NFT_META_IIFTYPE:
+		if m.hook != hookIngress {
+			return noMatch, errors.New("the type of the interface is not known")
+		}
+		const ethernet = 1 // as the devices are for whose ingress there are rules
+		m.load(op.dest, binary.NativeEndian.AppendUint16(nil, ethernet))
 	}
 	return goOn, nil
 }
@@ -470,7 +494,7 @@ func (w *walker) links(m *machine) (in, out nfLink) {
 		in = nfLink{m.iif, cmp.Or(w.packet.Index, interfaceIndex)}
 	}
 	switch {
-	case m.hook == hookPrerouting || m.hook == hookInput:
+	case m.hook == hookIngress || m.hook == hookPrerouting || m.hook == hookInput:
 		return in, nfLink{}
 	case w.bridged(m) && m.hook == hookPostrouting:
 		return nfLink{}, in
@@ -519,9 +543,9 @@ func (w *walker) payload(m *machine, op *nfOp) (result, error) {
 		if m.iif == "" { // a packet of this host has no link-layer header before it has left
 			return noMatch, nil
 		}
-		sender := []byte{2, 0, 0, 0, 0, 1}
-		if m.iif == loopback {
-			clear(sender)
+		sender := w.packet.MAC[:]
+		if w.packet.MAC == [6]byte{} && m.iif != loopback {
+			sender = []byte{2, 0, 0, 0, 0, 1}
 		}
 		m.load(op.dest, sender[op.offset-6:op.offset-6+op.n])
 	case baseNetwork:
@@ -585,7 +609,7 @@ func (w *walker) remembered(m *machine, op *nfOp, key []byte) (result, error) {
 	for _, list := range [][]update{m.updates, w.memory} {
 		for i := len(list) - 1; i >= 0; i-- {
 			if u := &list[i]; u.set == op.set && u.key == string(key) {
-				m.recalled = true
+				m.recalled = m.recalled || m.hook != hookIngress
 				if op.isMap {
 					m.load(op.dest, []byte(u.data))
 				}
@@ -601,7 +625,7 @@ func (w *walker) remembered(m *machine, op *nfOp, key []byte) (result, error) {
 		return noMatch, err
 	}
 	if e != nil && op.isMap {
-		m.recalled = true
+		m.recalled = m.recalled || m.hook != hookIngress
 		m.load(op.dest, e.data)
 	}
 	return match((e != nil) != op.inverted)
@@ -651,11 +675,7 @@ func (w *walker) act(m *machine, op *nfOp) (result, error) {
 		}
 		m.load(op.dest, native32(uint32(op.offset)+hashSlot(m.regs[op.source:op.source+op.n], op.seed, op.modulus)))
 	case opUpdate:
-		u := update{set: op.set, key: string(m.regs[op.source : op.source+op.n]), timeout: op.timeout}
-		if op.dest >= 0 {
-			u.data = string(m.regs[op.dest : op.dest+op.set.dataLen])
-		}
-		m.updates = append(slices.Clip(m.updates), u)
+		m.update(op)
 	case opNAT:
 		a, _ := netip.AddrFromSlice(m.regs[op.source : op.source+w.family.AddrLen()])
 		to := netip.AddrPortFrom(a, w.destination(m).Port())
@@ -691,6 +711,16 @@ func (w *walker) act(m *machine, op *nfOp) (result, error) {
 	return goOn, nil
 }
 
+// update adds an element to a dynamic set.
+func (m *machine) update(op *nfOp) {
+	u := update{set: op.set, key: string(m.regs[op.source : op.source+op.n]), timeout: op.timeout,
+		ingress: m.hook == hookIngress}
+	if op.dest >= 0 {
+		u.data = string(m.regs[op.dest : op.dest+op.set.dataLen])
+	}
+	m.updates = append(slices.Clip(m.updates), u)
+}
+
 // noTrack keeps connection tracking from a packet that it has not seen.
 func (w *walker) noTrack(m *machine) {
 	if !w.before(m) || m.untracked {
@@ -703,6 +733,9 @@ func (w *walker) noTrack(m *machine) {
 
 // before reports whether connection tracking has not seen the packet yet.
 func (w *walker) before(m *machine) bool {
+	if m.hook == hookIngress {
+		return true
+	}
 	first := (m.hook == hookPrerouting || m.hook == hookOutput) && !m.looped
 	return first && w.rules.hooks[w.family][m.hook][m.base].at() < conntrackPriority
 }

@@ -28,6 +28,8 @@ type Packet struct {
 	// Out is the interface it leaves by, and Index and OutIndex are the indices of both; unset if they are not known.
 	Out             string
 	Index, OutIndex uint32
+	// MAC is the link-layer address of who sends it by the Interface; if it is zero, one that no rule knows.
+	MAC [6]byte
 }
 
 // Protocol is a protocol's number.
@@ -79,16 +81,19 @@ const (
 	Rejected
 	// Dropped: the sender is told nothing.
 	Dropped
+	// Forwarded: it is sent to a neighbour as it came, by the interface by which it came in.
+	Forwarded
 )
 
-var verdictNames = [...]string{"untouched", "sent", "reject", "drop"}
+var verdictNames = [...]string{"untouched", "sent", "reject", "drop", "forwarded"}
 
 func (v Verdict) String() string { return verdictNames[v] }
 
 // Ending is something that can happen to a packet.
 type Ending struct {
 	Verdict Verdict
-	// To is the destination that a rule chose; the zero AddrPort unless the Verdict is Sent.
+	// To is the destination that a rule chose, if the Verdict is Sent; the neighbour, with port 0, if it is Forwarded;
+	// else the zero AddrPort.
 	To netip.AddrPort
 	// Masqueraded says that the receiver sees an address of this host.
 	Masqueraded bool
@@ -109,6 +114,8 @@ func (e Ending) String() string {
 		text = e.To.String()
 	case Rejected:
 		return text + " with " + e.Reject
+	case Forwarded:
+		return text + " to " + e.To.Addr().String()
 	}
 	if e.Masqueraded {
 		text += ", masqueraded"
