@@ -32,13 +32,13 @@ func TestPolicyFlags(t *testing.T) {
 	ipvs := dataplane.IPVS{Mode: dataplane.IPVSAuto, Default: dataplane.Scheduling{Scheduler: "rr"}}
 	chance, _ := snapshot.ParseSecondChance(config.DefaultSecondChance)
 	want := dataplane.Config{NodeName: strings.ToLower(host), LocalhostNodePorts: true, IPVS: ipvs, SecondChance: chance,
-		PingServices: true, RejectUnusedPorts: true}
+		PingServices: true, RejectUnusedPorts: true, ClientAddress: dataplane.KeepNone}
 	if got, err := parsePolicy(t); err != nil || !reflect.DeepEqual(got, want) {
 		t.Errorf("without flags: %+v, %v; want %+v", got, err, want)
 	}
 	want = dataplane.Config{NodeName: "n", MasqueradeAll: true, IPVS: ipvs, SecondChance: snapshot.SecondChanceOff,
-		RejectUnusedPorts: true,
-		DetectLocal:       dataplane.DetectLocal{ClusterCIDRs: []netip.Prefix{netip.MustParsePrefix("10.9.0.0/16")}}}
+		RejectUnusedPorts: true, ClientAddress: dataplane.KeepNone,
+		DetectLocal: dataplane.DetectLocal{ClusterCIDRs: []netip.Prefix{netip.MustParsePrefix("10.9.0.0/16")}}}
 	file := labtest.ConfigFile(t,
 		"mode: nftables\nclusterCIDR: 10.0.0.0/8\nnftables: {masqueradeAll: true}\nhostnameOverride: file\n")
 	got, err := parsePolicy(t, "--config", file, "--hostname-override=N", "--cluster-cidr=10.9.0.0/16",
