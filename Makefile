@@ -108,11 +108,19 @@ bench: tools ## compare Verdict and kube-proxy in large clusters: four hours at 
 bench-quick: tools ## the same in five minutes, plus the time to build, for a first picture
 	$(BENCH) --quick --fresh
 
-bench-packets: tools ## compare what packets cost, with Cilium, by turns at 10,000 x 10: eight minutes; adds to the results of make bench
-	$(BENCH) --paths --size 10000x10 --proxy verdict-nftables --proxy kube-proxy-nftables --proxy cilium --proxy cilium-socket
+BESIDE_CILIUM = --out $(BIN)/bench-cilium --size 10000x10 \
+	--proxy verdict-nftables --proxy kube-proxy-nftables --proxy cilium --proxy cilium-socket
 
-bench-docs: ## write tables and pictures of the last make bench into docs/ and the README
-	$(BENCH) --render --docs
+bench-cilium: tools ## compare Verdict, kube-proxy and Cilium at 10,000 x 10: an hour
+	$(BENCH) $(BESIDE_CILIUM)
+	$(BIN)/benchmark $(BESIDE_CILIUM) --paths
+
+bench-packets: tools ## only what packets cost there, by turns: thirteen minutes
+	$(BENCH) $(BESIDE_CILIUM) --paths
+
+bench-docs: ## write tables and pictures of the last make bench and make bench-cilium into docs/ and the README
+	for results in $(BIN)/bench $(BIN)/bench-cilium; do \
+		test ! -e $$results/results.json || { $(BENCH) --render --docs --out $$results || exit 1; }; done
 
 bench-outages: tools ## compare what clients see when endpoints die: some hours; continues after an interruption
 	$(BENCH) outages
@@ -182,6 +190,11 @@ bench-ipvs: ## measure nftables and IPVS with 1,000 and 10,000 Services, on Linu
 soak: tools ## run the long random test, 10,000 syncs to find leaks, and 1,000 kills: about half an hour
 	$(GO) test ./nft/kernel -run 'TestWalk|TestLeaks' -walk.steps 100000 -walk.syncs 10000 -timeout 60m -v
 	$(GO) test ./cmd/verdict -run TestKilled -kills 1000 -timeout 30m -v
+
+# A packet's cost, by turns with nodes that route it, and everything of TestClientAddress* at its full size.
+client-address: tools ## send 60,000 connections whose address is kept, hold 1,000 while endpoints move, and measure a packet
+	$(GO) test ./nft/kernel -run TestClientAddress -keep.connections 10000 -keep.held 1000 -keep.rate 500 -keep.news 1000 -v
+	$(GO) test ./nft/kernel -run XXX -bench BenchmarkClientAddress -benchtime 5x -count 3
 
 SIM_STEPS ?= 100000
 SIM_FIRST ?= 1

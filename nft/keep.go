@@ -123,6 +123,7 @@ func keepChains(s Structure, f ipfamily.Family) []Chain {
 		{ID: KeepFragments.id(), Comment: "fragments without ports follow the first one", Rules: []Rule{
 			{OfFamily{}, SetPriority{Key: fragmentKey, Map: KeptFragments}, Goto{KeepForward.id()}}, {Accept{}}}},
 		{ID: KeepIngress.id(), Hook: &Hook{"filter", "ingress", priorityIngress}, Device: s.Device, Rules: []Rule{
+			{NotForHere{}, Accept{}},
 			{Ethernet{}, SetLookup{Key: Concat{Fields: []Field{EtherSource}}, Set: NodeMACs}, Accept{}},
 			{OfFamily{}, LaterFragment{}, Goto{KeepFragments.id()}},
 			find(KeepFlow),
@@ -169,13 +170,19 @@ func compileKept(id portID, from *dataplane.Keep) (k kept) {
 	}
 	size := from.Slots()
 	k.class = keepClass(slices.Index(dataplane.KeepSizes[:], size), from.ByAddr)
-	weights, hashes, sum, seed := make([]int, len(from.Nodes)), make([]uint64, len(from.Nodes)), 0, keptID(id, "").hash()
+	var weights, places []int
+	var hashes []uint64
+	sum, seed := 0, keptID(id, "").hash()
 	for i, n := range from.Nodes {
 		k.nodes = append(k.nodes, keptNode{name: n.Name, addr: n.Addr, own: n.Own})
-		weights[i], hashes[i] = int(n.Weight), nodeHash(seed, n.Name)
-		sum += weights[i]
+		if n.Weight > 0 {
+			weights, hashes, places = append(weights, int(n.Weight)), append(hashes, nodeHash(seed, n.Name)), append(places, i)
+			sum += int(n.Weight)
+		}
 	}
-	k.slots = maglevTable(hashes, apportion(weights, sum, max(size, len(weights))))
+	for _, at := range maglevTable(hashes, apportion(weights, sum, max(size, len(weights)))) {
+		k.slots = append(k.slots, places[at])
+	}
 	return k
 }
 
@@ -332,6 +339,12 @@ func (OfFamily) text(ipfamily.Family) string { return "" }
 type Ethernet struct{}
 
 func (Ethernet) text(ipfamily.Family) string { return "" }
+
+// NotForHere matches frames that are for another host, which a link or a device that listens to all of them passes up,
+// and frames for several hosts. IP forwards none of them either.
+type NotForHere struct{}
+
+func (NotForHere) text(ipfamily.Family) string { return "meta pkttype != host" }
 
 // Forward sends the packet by the interface by which it came in, to the neighbour whose address a map holds for a key.
 // Without one, it does nothing.

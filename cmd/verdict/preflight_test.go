@@ -4,6 +4,7 @@ import (
 	"net/netip"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"testing"
 
@@ -41,6 +42,8 @@ type hostCase struct {
 	unclear bool
 	// from are those whose packets are stopped: "node", "outside" or both.
 	from string
+	// by is the device by which those of outside come in, if the routes say another one.
+	by string
 }
 
 func withRules(text string) func(t *testing.T, node *lab.Host) {
@@ -50,10 +53,30 @@ func withRules(text string) func(t *testing.T, node *lab.Host) {
 }
 
 func withIPTables(rules ...string) func(t *testing.T, node *lab.Host) {
+	return withProgram("iptables-nft", rules)
+}
+
+func withLegacy(rules ...string) func(t *testing.T, node *lab.Host) {
+	return withProgram("iptables-legacy", rules)
+}
+
+func withProgram(iptables string, rules []string) func(t *testing.T, node *lab.Host) {
 	return func(t *testing.T, node *lab.Host) {
 		for _, r := range rules {
-			labtest.Run(t, node, "", "iptables-nft", strings.Fields(r)...)
+			labtest.Run(t, node, "", iptables, strings.Fields(r)...)
 		}
+	}
+}
+
+// withSecondUplink has the node answer Outside by another device than that by which its packets come in, with a setting
+// of the reverse path filter.
+func withSecondUplink(filter string) func(t *testing.T, node *lab.Host) {
+	return func(t *testing.T, node *lab.Host) {
+		labtest.Check(t, node.AddBridge("up1"))
+		for _, to := range []string{"128.0.0.0/1", "198.51.100.7/32"} {
+			labtest.Check(t, node.AddRoute(lab.Route{To: netip.MustParsePrefix(to), Link: "up1"}))
+		}
+		labtest.Check(t, node.Sysctl("net/ipv4/conf/all/rp_filter", filter))
 	}
 }
 
@@ -61,36 +84,61 @@ var hostCases = []hostCase{
 	{name: "all is well", arrange: func(*testing.T, *lab.Host) {}},
 	{"no default route", func(t *testing.T, node *lab.Host) {
 		labtest.Run(t, node, "", "ip", "-4", "route", "del", "default")
-	}, preflight.NoRoute, false, "node"},
+	}, preflight.NoRoute, false, "node", ""},
 	{"forwarding is off", func(t *testing.T, node *lab.Host) {
 		labtest.Check(t, node.Sysctl("net/ipv4/ip_forward", "0"))
-	}, preflight.NoForwarding, false, "outside"},
+	}, preflight.NoForwarding, false, "outside", ""},
 	{"a firewall drops", withRules(`table inet fw {
 		chain forward { type filter hook forward priority 10; policy drop; ct state established,related accept; }
-	}`), preflight.ForwardDrop, false, "outside"},
+	}`), preflight.ForwardDrop, false, "outside", ""},
 	{"a firewall rejects at its end", withRules(`table ip fw {
 		chain rest { ip saddr 10.0.0.0/8 return; reject with icmp admin-prohibited; }
 		chain forward { type filter hook forward priority 10; ct state established,related accept; jump rest; }
-	}`), preflight.ForwardDrop, false, "outside"},
+	}`), preflight.ForwardDrop, false, "outside", ""},
 	{name: "a firewall lets pass what was translated", arrange: withRules(`table inet firewalld {
 		chain filter_FORWARD { type filter hook forward priority 10; ct state established,related accept
 			ct status dnat accept; reject with icmpx admin-prohibited; }
 	}`)},
 	{"Docker", withIPTables("-N DOCKER-USER", "-A FORWARD -j DOCKER-USER",
 		"-A FORWARD -o docker0 -m conntrack --ctstate RELATED,ESTABLISHED -j ACCEPT", "-P FORWARD DROP"),
-		preflight.ForwardDrop, false, "outside"},
+		preflight.ForwardDrop, false, "outside", ""},
 	{name: "Docker with pods accepted", arrange: withIPTables(
 		"-A FORWARD -m comment --comment pods -d 10.244.0.0/16 -j ACCEPT",
 		"-A FORWARD -s 10.244.0.0/16 -j ACCEPT", "-P FORWARD DROP")},
+	{"Docker, in legacy iptables", withLegacy("-N DOCKER-USER", "-A FORWARD -j DOCKER-USER",
+		"-A FORWARD -o docker0 -m conntrack --ctstate RELATED,ESTABLISHED -j ACCEPT", "-P FORWARD DROP"),
+		preflight.ForwardDrop, false, "outside", ""},
+	{name: "Docker, in legacy iptables, with pods accepted", arrange: withLegacy("-N DOCKER-USER",
+		"-A FORWARD -j DOCKER-USER", "-A DOCKER-USER -m conntrack --ctstate DNAT -j ACCEPT",
+		"-A DOCKER-USER -d 10.244.0.0/16 -j ACCEPT", "-A DOCKER-USER -s 10.244.0.0/16 -j ACCEPT", "-P FORWARD DROP")},
+	{name: "Docker with what was translated accepted", arrange: withIPTables("-N DOCKER-USER",
+		"-A FORWARD -j DOCKER-USER", "-A DOCKER-USER -m conntrack --ctstate DNAT -j ACCEPT", "-P FORWARD DROP")},
+	{"legacy iptables reject at their end", withLegacy("-N rest", "-A FORWARD -i lo -j ACCEPT",
+		"-A FORWARD -p udp -m udp --dport 8080 -j ACCEPT", "-A FORWARD -p tcp -m tcp --dport 1:79 -j ACCEPT",
+		"-A FORWARD -m conntrack --ctstate ESTABLISHED -j ACCEPT", "-A FORWARD ! -s 10.0.0.0/8 -g rest",
+		"-A rest -m limit --limit 3/min -j LOG", "-A rest -d 192.0.2.99 -j RETURN", "-A rest -j REJECT"),
+		preflight.ForwardDrop, false, "outside", ""},
+	{name: "legacy iptables let pass", arrange: withLegacy("-A FORWARD -m mark ! --mark 0 -j ACCEPT",
+		"-A FORWARD -d 10.244.0.0/16 -j MARK --set-xmark 0x40000/0xff0000",
+		"-A FORWARD -p tcp -m tcp --dport 80:8080 -m mark --mark 0x40000/0xff0000 -j ACCEPT",
+		"-A FORWARD -s 10.244.0.0/16 -j ACCEPT", "-P FORWARD DROP")},
+	{name: "a rule of legacy iptables that is not known",
+		arrange: withLegacy("-A FORWARD -m length --length 0:9999 -j ACCEPT"), unclear: true, from: "outside"},
+	{"a strict reverse path filter", withSecondUplink("1"), preflight.ReversePath, false, "outside", "eth0"},
 	{name: "a rule that is not known", arrange: withRules(`table inet fw {
 		chain forward { type filter hook forward priority 10; limit rate 1000/second accept; }
 	}`), unclear: true, from: "outside"},
 	{"rules of a cache that is gone", withIPTables("-t raw -A PREROUTING -d 10.96.0.80 -p tcp --dport 80 -j NOTRACK",
-		"-t raw -A OUTPUT -d 10.96.0.80 -p tcp --dport 80 -j NOTRACK"), "", false, "node outside"},
+		"-t raw -A OUTPUT -d 10.96.0.80 -p tcp --dport 80 -j NOTRACK"), "", false, "node outside", ""},
+	{"rules of a cache that is gone, in legacy iptables", withLegacy(
+		"-t raw -A PREROUTING -d 10.96.0.80 -p tcp --dport 80 -j NOTRACK",
+		"-t raw -A OUTPUT -d 10.96.0.80 -p tcp --dport 80 -j NOTRACK"), "", false, "node outside", ""},
+	{"another Service proxy", withLegacy("-N KUBE-EXTERNAL-SERVICES", "-A FORWARD -j KUBE-EXTERNAL-SERVICES"),
+		preflight.SecondProxy, false, "", ""},
 	{"another chain ahead", withRules(`table ip ahead {
 		chain pre { type nat hook prerouting priority -110; ip daddr 10.96.0.80 dnat to 192.0.2.99; }
 		chain out { type nat hook output priority -110; ip daddr 10.96.0.80 dnat to 192.0.2.99; }
-	}`), preflight.NATAhead, false, "node outside"},
+	}`), preflight.NATAhead, false, "node outside", ""},
 }
 
 // newPreflight writes the Service to the node of a cluster.
@@ -148,7 +196,11 @@ func TestPreflight(t *testing.T) {
 					t.Errorf("from %s: %v", from, r)
 				}
 				source := map[string]string{"node": "node", "outside": c.Outside.IP4.String()}[from]
-				for _, args := range [][]string{{"--live"}, append([]string{"--live"}, flags...)} {
+				live := []string{"--live"}
+				if from == "outside" && test.by != "" {
+					live = append(live, "--interface", test.by)
+				}
+				for _, args := range [][]string{live, append(slices.Clone(live), flags...)} {
 					out := onHost(t, c.Node, append([]string{"explain", source, to.String()}, args...)...)
 					if strings.Contains(out, "Outcome    stopped: ") != stopped || strings.Contains(out, "Advice ") != stopped ||
 						strings.Contains(out, "Outcome    sent to") == stopped {
@@ -162,7 +214,7 @@ func TestPreflight(t *testing.T) {
 			}
 			out := onHost(t, c.Node, append([]string{"verify"}, flags...)...)
 			for _, check := range []string{preflight.NoRoute, preflight.NoForwarding, preflight.ForwardDrop, preflight.NATAhead,
-				preflight.NodeAddress, preflight.PortInUse, preflight.PlainBridge} {
+				preflight.NodeAddress, preflight.PortInUse, preflight.PlainBridge, preflight.ReversePath, preflight.SecondProxy} {
 				if n := strings.Count(out, "\n"+check+" "); (n > 0) != (check == test.found) {
 					t.Errorf("verify names %s %d times:\n%s", check, n, out)
 				}

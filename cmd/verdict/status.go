@@ -119,7 +119,9 @@ func printInForce(ctx context.Context, w io.Writer) error {
 		return err
 	}
 	defer host.Close()
-	inspect.PrintPreflight(p, host.Look(preflight.FactsOfRules(settings)))
+	facts := preflight.FactsOfRules(settings)
+	facts.SetBackend(i.Name())
+	inspect.PrintPreflight(p, host.Look(facts))
 	return p.Err()
 }
 

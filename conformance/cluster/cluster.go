@@ -64,13 +64,19 @@ func (c *Cluster) file(name ...string) string {
 	return filepath.Join(append([]string{c.dir}, name...)...)
 }
 
-// Up starts the cluster and waits until all nodes are Ready. What is left of a former cluster is removed first; a
-// cluster that runs is an error.
-func (c *Cluster) Up(ctx context.Context) error {
+// Up starts the cluster with room for neighbors, which the caller installs, and waits until all nodes are Ready, unless
+// a neighbor has to connect the pods first. What is left of a former cluster is removed first; a cluster that runs is
+// an error, and so is another process that starts or ends one just now.
+func (c *Cluster) Up(ctx context.Context, neighbors Neighbors) (err error) {
+	unlock, err := c.lock()
+	if err != nil {
+		return err
+	}
+	defer func() { err = errors.Join(err, unlock()) }()
 	if c.running("etcd") {
 		return fmt.Errorf("a cluster runs already, with its files in %s", c.dir)
 	}
-	if err := c.Down(); err != nil {
+	if err := c.down(); err != nil {
 		return err
 	}
 	programs, err := c.programs(ctx)
@@ -78,27 +84,35 @@ func (c *Cluster) Up(ctx context.Context) error {
 		return err
 	}
 	c.Log("starting the control plane")
-	if err := errors.Join(c.makeNetwork(), c.startPlane(ctx, programs)); err != nil {
-		return errors.Join(err, c.Down())
+	if err := errors.Join(neighbors.write(c), c.makeNetwork(), c.startPlane(ctx, programs)); err != nil {
+		return errors.Join(err, c.down())
 	}
 	for _, n := range c.Nodes {
 		c.Log("starting %s", n.Name)
 		if err := n.Start(ctx); err != nil {
-			return errors.Join(err, c.Down())
+			return errors.Join(err, c.down())
 		}
 	}
 	if err := c.loadWorkload(ctx); err != nil {
 		return err
 	}
-	if err := c.waitReady(ctx); err != nil {
-		return err
+	if neighbors.Network {
+		return c.givePodRanges(ctx)
 	}
-	return nil
+	return c.WaitReady(ctx)
 }
 
 // Down ends everything that Up started, and removes its namespaces. It succeeds if there is nothing. Logs and built
-// programs stay.
+// programs stay. Another process that starts or ends a cluster just now is an error.
 func (c *Cluster) Down() error {
+	unlock, err := c.lock()
+	if err != nil {
+		return err
+	}
+	return errors.Join(c.down(), unlock())
+}
+
+func (c *Cluster) down() error {
 	var errs []error
 	for _, n := range c.Nodes {
 		errs = append(errs, n.Stop())
@@ -178,7 +192,8 @@ func (c *Cluster) buildPlugin(ctx context.Context, dir string) error {
 	return err
 }
 
-func (c *Cluster) waitReady(ctx context.Context) error {
+// WaitReady waits until all nodes are Ready.
+func (c *Cluster) WaitReady(ctx context.Context) error {
 	client, err := c.Client()
 	if err != nil {
 		return err

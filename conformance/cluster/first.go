@@ -4,6 +4,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"io/fs"
 	"os"
 	"path/filepath"
 	"slices"
@@ -23,9 +24,16 @@ var diskDirs = []struct{ name, at string }{
 	{"containerd", "/var/lib/containerd"},
 	{"cni-conf", "/etc/cni/net.d"},
 	{"cni", "/var/lib/cni"},
+	{"cni-bin", pluginDir},
 	{"pod-logs", "/var/log/pods"},
 	{"container-logs", "/var/log/containers"},
 }
+
+// pluginDir is where the node's runtime and CNI plugins expect the plugins; debianPlugins is where Debian has them.
+const (
+	pluginDir     = "/opt/cni/bin"
+	debianPlugins = "/usr/lib/cni"
+)
 
 // RunFirst is the first process of a node: it mounts the node's disks, starts containerd and the kubelet, starts them
 // again when they end, and waits for the children of processes that have ended. It returns only if it cannot begin.
@@ -108,12 +116,28 @@ func (c *nodeConfig) writeFiles() error {
 	replace := strings.NewReplacer("NODE", c.Name, "GROUP", groupName(c.Name), "DIR", c.Dir,
 		"PODS4", c.Pods4, "PODS6", c.Pods6, "PAUSE", WorkloadImage)
 	write := func(path, text string) error { return os.WriteFile(path, []byte(replace.Replace(text)), 0o644) }
-	return errors.Join(
+	err := errors.Join(
 		write(filepath.Join(c.Dir, "containerd.toml"), containerdConfig),
 		write(filepath.Join(c.Dir, "kubelet.yaml"), kubeletConfig),
 		write(filepath.Join(c.Dir, "resolv.conf"), "nameserver 192.0.2.53\n"),
-		write("/etc/cni/net.d/10-bridge.conflist", bridgeConfig),
+		linkPlugins(),
 	)
+	if err == nil && c.Bridge {
+		err = write("/etc/cni/net.d/10-bridge.conflist", bridgeConfig)
+	}
+	return err
+}
+
+// linkPlugins puts Debian's CNI plugins where neighbors add theirs.
+func linkPlugins() error {
+	plugins, err := os.ReadDir(debianPlugins)
+	for _, p := range plugins {
+		link := os.Symlink(filepath.Join(debianPlugins, p.Name()), filepath.Join(pluginDir, p.Name()))
+		if !errors.Is(link, fs.ErrExist) { // of a node that starts again
+			err = errors.Join(err, link)
+		}
+	}
+	return err
 }
 
 // The kernel refuses a lower oom_score_adj to a root without SYS_RESOURCE, and runc fails then.
@@ -126,7 +150,7 @@ address = "/run/containerd/containerd.sock"
 sandbox_image = "PAUSE"
 restrict_oom_score_adj = true
 [plugins."io.containerd.grpc.v1.cri".cni]
-bin_dir = "/usr/lib/cni"
+bin_dir = "/opt/cni/bin"
 conf_dir = "/etc/cni/net.d"
 [plugins."io.containerd.grpc.v1.cri".containerd.runtimes.runc]
 runtime_type = "io.containerd.runc.v2"

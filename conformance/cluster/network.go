@@ -87,8 +87,8 @@ func removeNetns(name string) error {
 	return err
 }
 
-// attach makes the node's namespace, joins it to the bridge, and adds routes to the pods of all nodes.
-func (n *Node) attach() error {
+// attach makes the node's namespace and joins it to the bridge. With routes, it adds routes to the pods of other nodes.
+func (n *Node) attach(routes bool) error {
 	if err := addNetns(n.netns); err != nil {
 		return err
 	}
@@ -112,7 +112,7 @@ func (n *Node) attach() error {
 		route add default via %s
 		-6 route add default via %s`, n.IP4, n.IP6, gateway4, gateway6))
 	for _, other := range n.cluster.Nodes {
-		if other != n && err == nil {
+		if routes && other != n && err == nil {
 			err = inNet(n.netns, fmt.Sprintf(`
 				route add %s via %s
 				-6 route add %s via %s`, other.pods4(), other.IP4, other.pods6(), other.IP6))

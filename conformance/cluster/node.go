@@ -50,6 +50,8 @@ type nodeConfig struct {
 	Name, Dir, Kubelet, Kubeconfig string
 	Addresses                      string
 	Pods4, Pods6                   string
+	// Bridge says that a bridge on the node connects its pods.
+	Bridge bool
 }
 
 // Start starts the node as a machine starts: with its disks as they were, and with nothing else. It returns when
@@ -59,12 +61,17 @@ func (n *Node) Start(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	if err := errors.Join(n.attach(), n.makeGroups()); err != nil {
+	neighbors, err := n.cluster.readNeighbors()
+	if err != nil {
+		return err
+	}
+	if err := errors.Join(n.attach(!neighbors.Network), n.makeGroups()); err != nil {
 		return err
 	}
 	config, err := json.Marshal(nodeConfig{
 		Name: n.Name, Dir: n.cluster.file(n.Name), Kubelet: kubelet[0], Kubeconfig: n.cluster.Kubeconfig(),
 		Addresses: n.IP4 + "," + n.IP6, Pods4: n.pods4(), Pods6: n.pods6(),
+		Bridge: !neighbors.Network,
 	})
 	if err != nil {
 		return err

@@ -43,7 +43,7 @@ var narrow = map[string][]string{
 	"nft/iptshim/xtables":        {"internal/system", "nft/iptshim", "sync"},
 	"ipvsplugin":                 {"internal/system", "sync"},
 	"internal/system/netlink":    {},
-	"internal/system/packets":    {"internal/system/ipfamily", "internal/system/netlink"},
+	"internal/system/packets":    {"internal/system/ipfamily", "internal/system/iptlegacy", "internal/system/netlink"},
 	"internal/proxy/config":      {"internal/system", "sync/snapshot", "sync/dataplane"},
 	"internal/proxy/keeper":      {"internal/system/clock"},
 	"internal/proxy/takeover":    {"internal/system"},

@@ -9,15 +9,15 @@ import (
 // budget is how many lines of Go each wing of the product may have, without tests. To raise a number is a decision: say
 // in the commit what the lines are for, and what they replace.
 var budget = map[string]int{
-	"cmd":              4_800,
-	"nft":              19_520,
+	"cmd":              4_810,
+	"nft":              19_560,
 	"ipvsplugin":       3_270,
 	"sync":             16_220,
-	"internal/system":  7_800,
+	"internal/system":  8_400,
 	"internal/proxy":   28_440,
 	"internal/answers": 15_450,
 	"internal/gateway": 3_820,
-	"internal/lab":     10_420,
+	"internal/lab":     10_610,
 }
 
 // slack is how far below its budget a wing may be before the budget has to follow.

@@ -126,7 +126,7 @@ func matchExprs(f ipfamily.Family, s nft.Statement) []expr.Any {
 	case nft.TCPFlags:
 		return slices.Concat(matchExprs(f, nft.ProtocolIs{Protocol: snapshot.TCP}),
 			loadMasked(transportHeader(13, 1), []byte{byte(s.Of)}), []expr.Any{equal(s.Not, []byte{byte(s.Are)})})
-	case nft.OfFamily, nft.Ethernet, nft.PriorityClassIs, nft.FirstFragment, nft.LaterFragment, nft.TooBig:
+	case nft.OfFamily, nft.Ethernet, nft.NotForHere, nft.PriorityClassIs, nft.FirstFragment, nft.LaterFragment, nft.TooBig:
 		return matchAtIngress(f, s)
 	case nft.TCPSequence:
 		return []expr.Any{transportHeader(4, 4), equal(false, make([]byte, 4))}

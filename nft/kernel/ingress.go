@@ -143,6 +143,9 @@ func matchAtIngress(f ipfamily.Family, s nft.Statement) []expr.Any {
 	switch s := s.(type) {
 	case nft.OfFamily:
 		return []expr.Any{&expr.Meta{Key: expr.MetaKeyPROTOCOL, Register: register(0)}, equal(false, etherType[f])}
+	case nft.NotForHere:
+		return []expr.Any{&expr.Meta{Key: expr.MetaKeyPKTTYPE, Register: register(0)},
+			equal(true, []byte{unix.PACKET_HOST})}
 	case nft.Ethernet:
 		return []expr.Any{&expr.Meta{Key: expr.MetaKeyIIFTYPE, Register: register(0)},
 			equal(false, binary.NativeEndian.AppendUint16(nil, arphrdEther))}

@@ -13,8 +13,8 @@ import (
 // Keep says to which nodes packets of clients from outside are forwarded untranslated, by a hash of the client. All
 // nodes that know the same endpoints and reach the same nodes give a client the same node.
 type Keep struct {
-	// Nodes have endpoints that serve clients from outside, sorted by Name; at least one is not Own. Failed neighbours are
-	// not among them.
+	// Nodes have endpoints, sorted by Name; at least one is not Own, and one has a Weight. Failed neighbours are not among
+	// them.
 	Nodes []KeepNode
 	// ByAddr hashes the client's address alone, else its port, too.
 	ByAddr bool
@@ -25,7 +25,8 @@ type KeepNode struct {
 	Name string
 	// Addr is its address on the link of State.Device; the zero Addr for Own.
 	Addr netip.Addr
-	// Weight is the sum of its endpoints' weights, at least 1.
+	// Weight is the sum of the weights of its endpoints that get new connections. With 0, a node gets only packets of
+	// those that its endpoints have, which end, drain, or are not ready.
 	Weight uint32
 	// Own says that it is this node, which translates to its own endpoints.
 	Own bool
@@ -108,12 +109,19 @@ var KeepSizes = [...]int{fewKeepSlots, someKeepSlots, manyKeepSlots}
 
 // Slots returns among how many slots clients are divided; 0 for nil.
 func (k *Keep) Slots() int {
-	switch {
-	case k == nil:
+	if k == nil {
 		return 0
-	case len(k.Nodes) <= fewKeepNodes:
+	}
+	nodes := 0
+	for i := range k.Nodes {
+		if k.Nodes[i].Weight > 0 {
+			nodes++
+		}
+	}
+	switch {
+	case nodes <= fewKeepNodes:
 		return fewKeepSlots
-	case len(k.Nodes) <= someKeepNodes:
+	case nodes <= someKeepNodes:
 		return someKeepSlots
 	}
 	return manyKeepSlots
@@ -193,7 +201,7 @@ func (b *builder) keep(svc *snapshot.Service, sp *ServicePort, f ipfamily.Family
 	if !b.host.asksToKeep(svc) {
 		return false
 	}
-	nodes, why := b.keepNodes(f)
+	nodes, why := b.keepNodes(sp.Name.Protocol, f)
 	switch {
 	case b.host.keep == KeepNone:
 		why = NotKeptOff
@@ -213,7 +221,7 @@ func (b *builder) keep(svc *snapshot.Service, sp *ServicePort, f ipfamily.Family
 	for i := range sp.Frontends {
 		sp.Frontends[i].Kept = keepable(sp.Frontends[i])
 	}
-	own := func(n KeepNode) bool { return n.Own }
+	own := func(n KeepNode) bool { return n.Own && n.Weight > 0 }
 	here = slices.ContainsFunc(nodes, own)
 	if !here || len(nodes) > 1 {
 		sp.Keep = &Keep{Nodes: nodes, ByAddr: sp.Affinity > 0 || sp.Hash == HashAddr}
@@ -224,33 +232,36 @@ func (b *builder) keep(svc *snapshot.Service, sp *ServicePort, f ipfamily.Family
 // keepable reports whether a frontend is the same on all nodes, and for clients from outside.
 func keepable(f Frontend) bool { return f.Kind == LoadBalancerIP || f.Kind == ExternalIP }
 
-// keepNodes returns the nodes that have endpoints of one family for clients from outside, without those that have
-// failed. Each must be on the link.
-func (b *builder) keepNodes(f ipfamily.Family) ([]KeepNode, NotKept) {
+// keepNodes returns the nodes that have endpoints of one family, without those that have failed. Each that gets new
+// connections must be on the link. As elsewhere, flows of UDP do not stay with endpoints that do not serve.
+func (b *builder) keepNodes(p snapshot.Protocol, f ipfamily.Family) ([]KeepNode, NotKept) {
 	ready := slices.ContainsFunc(b.candidates, func(c candidate) bool { return c.ready() && !c.drains() })
 	weights := map[string]uint32{}
 	for i := range b.candidates {
-		c := &b.candidates[i]
-		if c.drains() || !c.ready() && (ready || !c.terminating()) {
-			continue
+		switch c := &b.candidates[i]; {
+		case c.ready() || !ready && c.terminating():
+			weights[c.Node] += c.parts
+		case p != snapshot.UDP || c.terminating():
+			weights[c.Node] += 0
 		}
-		weights[c.Node] += c.parts
 	}
-	nodes := make([]KeepNode, 0, len(weights))
+	nodes, used := make([]KeepNode, 0, len(weights)), false
 	for name, weight := range weights {
 		n, own := b.host.neighbours[name], name != "" && name == b.host.nodeName
-		switch {
-		case !own && !n.addrs[f].IsValid():
+		switch onLink := own || n.addrs[f].IsValid(); {
+		case !onLink && weight > 0:
 			return nil, NotKeptOffLink
-		case !n.failed[f] || own:
+		case onLink && (own || !n.failed[f]):
 			nodes = append(nodes, KeepNode{Name: name, Addr: n.addrs[f], Weight: weight, Own: own})
+			used = used || weight > 0
 		}
 	}
 	switch {
-	case len(weights) == 0:
-		return nil, NotKeptNowhere
-	case len(nodes) == 0:
+	case used:
+	case slices.Max(slices.AppendSeq([]uint32{0}, maps.Values(weights))) > 0:
 		return nil, NotKeptFailed
+	default:
+		return nil, NotKeptNowhere
 	}
 	slices.SortFunc(nodes, func(x, y KeepNode) int { return strings.Compare(x.Name, y.Name) })
 	return nodes, KeptOrNotAsked

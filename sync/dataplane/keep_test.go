@@ -46,6 +46,16 @@ func TestKeep(t *testing.T) {
 		edit(&x)
 		s.Link.Nodes[n] = x
 	}
+	endpoint := func(s *snapshot.Snapshot, i int) *snapshot.Endpoint {
+		return &s.Slices[name("web")]["web-1"].Endpoints[i]
+	}
+	ends := func(at ...int) func(*snapshot.Snapshot, *Config) {
+		return func(s *snapshot.Snapshot, _ *Config) {
+			for _, i := range at {
+				endpoint(s, i).Ready, endpoint(s, i).Terminating = false, true
+			}
+		}
+	}
 	for what, c := range map[string]struct {
 		edit  func(*snapshot.Snapshot, *Config)
 		on    []string
@@ -70,6 +80,28 @@ func TestKeep(t *testing.T) {
 		"off": {on: []string{"b"}, why: NotKeptOff, edit: func(_ *snapshot.Snapshot, c *Config) {
 			c.ClientAddress = KeepNone
 		}},
+		"one that ends":      {on: []string{"b", "c"}, nodes: []string{"b for no new ones", "c"}, kept: true, edit: ends(0)},
+		"the last here ends": {on: []string{"a", "c"}, nodes: []string{"a for no new ones", "c"}, kept: true, edit: ends(0)},
+		"all elsewhere end": {on: []string{"a", "b"}, nodes: []string{"a", "b for no new ones"}, kept: true, local: true,
+			edit: ends(1)},
+		"all end": {on: []string{"b", "c"}, nodes: []string{"b", "c"}, kept: true, edit: ends(0, 1)},
+		"one that is not ready": {on: []string{"b", "c"}, nodes: []string{"b for no new ones", "c"}, kept: true,
+			edit: func(s *snapshot.Snapshot, _ *Config) { endpoint(s, 0).Ready, endpoint(s, 0).Serving = false, false }},
+		"of UDP, that is not ready": {on: []string{"b", "c"}, nodes: []string{"c"}, kept: true,
+			edit: func(s *snapshot.Snapshot, _ *Config) {
+				service(s).Ports[0].Protocol, s.Slices[name("web")]["web-1"].Ports[0].Protocol = snapshot.UDP, snapshot.UDP
+				endpoint(s, 0).Ready, endpoint(s, 0).Serving = false, false
+			}},
+		"of UDP, that ends": {on: []string{"b", "c"}, nodes: []string{"b for no new ones", "c"}, kept: true,
+			edit: func(s *snapshot.Snapshot, c *Config) {
+				service(s).Ports[0].Protocol, s.Slices[name("web")]["web-1"].Ports[0].Protocol = snapshot.UDP, snapshot.UDP
+				ends(0)(s, c)
+			}},
+		"one that ends behind a router": {on: []string{"b", "c"}, nodes: []string{"c"}, kept: true,
+			edit: func(s *snapshot.Snapshot, c *Config) {
+				neighbour(s, "b", func(n *snapshot.Neighbour) { n.Addrs[ipfamily.IPv4] = netip.Addr{} })
+				ends(0)(s, c)
+			}},
 		"behind a router": {on: []string{"a", "b"}, why: NotKeptOffLink, edit: func(s *snapshot.Snapshot, _ *Config) {
 			neighbour(s, "b", func(n *snapshot.Neighbour) { n.Addrs[ipfamily.IPv4] = netip.Addr{} })
 		}},
@@ -96,6 +128,9 @@ func TestKeep(t *testing.T) {
 		var nodes []string
 		if sp.Keep != nil {
 			for _, n := range sp.Keep.Nodes {
+				if n.Weight == 0 {
+					n.Name += " for no new ones"
+				}
 				nodes = append(nodes, n.Name)
 			}
 		}

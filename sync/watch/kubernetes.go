@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"io/fs"
 	"maps"
+	"math/rand/v2"
 	"net/http"
 	"net/netip"
 	"net/url"
@@ -23,11 +24,13 @@ import (
 	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apimachinery/pkg/runtime/schema"
 	"k8s.io/apimachinery/pkg/runtime/serializer"
+	"k8s.io/apimachinery/pkg/util/wait"
 	apiwatch "k8s.io/apimachinery/pkg/watch"
 	"k8s.io/client-go/rest"
 	"k8s.io/client-go/tools/cache"
 	"k8s.io/client-go/tools/clientcmd"
 	"k8s.io/klog/v2"
+	"k8s.io/utils/clock"
 
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
@@ -174,26 +177,25 @@ func (k *Kubernetes) Run(ctx context.Context, sink Sink) error {
 	if k.Nodes != nil {
 		resources = append(resources, k.otherNodes(report))
 	}
-	var reflectors []*cache.Reflector
+	var listers []*lister
 	for _, res := range resources {
 		client, err := k.client(res.gv)
 		if err != nil {
 			return fmt.Errorf("watch Kubernetes: %w", err)
 		}
-		l := &lister{resource: res, client: client, report: report}
-		reflectors = append(reflectors, l.reflector())
+		listers = append(listers, &lister{resource: res, client: client, report: report})
 	}
 	var all sync.WaitGroup
-	for i, r := range reflectors {
+	for _, l := range listers {
 		all.Go(func() {
-			if wanted := resources[i].wanted; wanted != nil {
+			if l.wanted != nil {
 				select {
-				case <-wanted:
+				case <-l.wanted:
 				case <-ctx.Done():
 					return
 				}
 			}
-			r.RunWithContext(ctx)
+			l.run(ctx)
 		})
 	}
 	all.Wait()
@@ -509,8 +511,19 @@ const (
 	maxRefusedDelay = 10 * time.Minute
 )
 
-// lister requests one resource from the API, and reports errors. Reflectors retry by themselves, with a growing delay
-// of up to half a minute.
+// After a failed request the next one follows within retryFirst to twice that. Each further failure doubles both times,
+// up to retryMost. client-go's own delays grow to 30 to 60 s. The nodes of a large cluster draw their delays at random,
+// so that they do not come at once when the server is back.
+const (
+	retryFirst = 800 * time.Millisecond
+	retryMost  = 5 * time.Second
+	// retryForget is how long nothing must fail until the delays are short again.
+	retryForget = 2 * time.Minute
+)
+
+var retry = wait.Backoff{Duration: retryFirst, Cap: retryMost, Steps: 10, Factor: 2, Jitter: 1}
+
+// lister requests one resource from the API, and reports errors.
 type lister struct {
 	resource
 	client *rest.RESTClient
@@ -523,11 +536,27 @@ type lister struct {
 	refusedDelay time.Duration
 }
 
-// reflector returns what lists and watches the objects for the store.
-func (l *lister) reflector() *cache.Reflector {
-	o := cache.ReflectorOptions{Name: l.name, Logger: &klog.Logger{}}
+// run lists and watches the objects for the store until ctx is done. A server that has started again cannot continue a
+// watch, and says so; the list that replaces it follows at once, spread over 2*retryFirst. A reflector that runs by
+// itself would delay it as it does after a failure.
+func (l *lister) run(ctx context.Context) {
+	o := cache.ReflectorOptions{Name: l.name, Logger: &klog.Logger{}, Backoff: &retry}
 	lw := &cache.ListWatch{ListWithContextFunc: l.list, WatchFuncWithContext: l.watch}
-	return cache.NewReflectorWithOptions(lw, l.object, l.store, o)
+	r := cache.NewReflectorWithOptions(lw, l.object, l.store, o)
+	delay := retry.DelayWithReset(clock.RealClock{}, retryForget)
+	var resumed time.Time
+	for ctx.Err() == nil {
+		err := r.ListAndWatchWithContext(ctx)
+		pause := delay()
+		if ended := err == nil || apierrors.IsResourceExpired(err) || apierrors.IsGone(err); ended &&
+			time.Since(resumed) > 2*retryMost {
+			resumed, pause = time.Now(), rand.N(2*retryFirst)
+		}
+		select {
+		case <-ctx.Done():
+		case <-time.After(pause):
+		}
+	}
 }
 
 // list lists the objects.

@@ -48,7 +48,7 @@ func (p *Pods) Run(ctx context.Context, put func(map[snapshot.Name]*Pod)) error 
 		FieldSelector: fields.OneTermEqualSelector("spec.nodeName", p.NodeName).String(),
 	}, func() {}, nil}
 	ctx = klog.NewContext(ctx, klog.Logger{})
-	(&lister{resource: res, client: client, report: report}).reflector().RunWithContext(ctx)
+	(&lister{resource: res, client: client, report: report}).run(ctx)
 	return nil
 }
 

@@ -189,7 +189,8 @@ func (d *manifestDir) text(ctx context.Context, name string, fresh bool) (string
 		return "", err
 	}
 	delete(d.reading, name)
-	d.ways[name] = &q.value.paths
+	paths := q.value.paths // a pointer into the answer would keep the text in memory, too
+	d.ways[name] = &paths
 	return q.value.text, q.err
 }
 

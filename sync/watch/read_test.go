@@ -11,6 +11,8 @@ import (
 	"strings"
 	"testing"
 	"time"
+	"unsafe"
+	"weak"
 
 	"golang.org/x/sys/unix"
 
@@ -238,4 +240,27 @@ func TestFolders(t *testing.T) {
 	if got := <-notices; !strings.HasPrefix(got, "applying") {
 		t.Errorf("%q", got)
 	}
+}
+
+// What is known of a file does not keep its text in memory.
+func TestTextIsNotKept(t *testing.T) {
+	file := filepath.Join(t.TempDir(), "cluster.yaml")
+	if err := os.WriteFile(file, []byte(strings.Repeat("# a long text\n", 1000)), 0o644); err != nil {
+		t.Fatal(err)
+	}
+	d := newManifestDir(file, "node-1", func(err error) { t.Error(err) })
+	if _, err := d.list(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	text, err := d.text(t.Context(), "cluster.yaml", true)
+	if err != nil || text == "" {
+		t.Fatal(text, err)
+	}
+	kept := weak.Make(unsafe.StringData(text))
+	text = ""
+	runtime.GC()
+	if kept.Value() != nil {
+		t.Error("the text is still in memory")
+	}
+	runtime.KeepAlive(d)
 }

@@ -68,7 +68,6 @@ func (r *Results) writePaths(b *strings.Builder) {
 	fmt.Fprintf(b, "### What packets cost\n\n%s\n\n", wrap(pathsAbout))
 	for _, pair := range pathPairs {
 		about := fmt.Sprintf("%s: %s / %s.", pair.about, pair.parts[0], pair.parts[1])
-		fmt.Fprintf(b, "### %s\n\n%s\n\n", pair.title, wrap(about))
 		cell := func(row *Row) string {
 			first, second := pair.text(row, pair.paths[0]), pair.text(row, pair.paths[1])
 			if first == none && second == none {
@@ -76,8 +75,7 @@ func (r *Results) writePaths(b *strings.Builder) {
 			}
 			return first + " / " + second
 		}
-		r.writeTable(b, table{cell: cell}, r.Sizes(), r.pathColumns())
-		b.WriteByte('\n')
+		r.writeTable(b, table{title: pair.title, about: about, cell: cell}, r.Sizes(), r.pathColumns())
 	}
 	r.writeAhead(b)
 }
@@ -100,12 +98,15 @@ func (p pathPair) text(row *Row, path Path) string {
 	return r.short(p.value) + ", " + r.Above.text(p.above)
 }
 
-// readmePaths writes the README's lines.
+// readmePaths writes the README's lines: those in which a proxy differs from the node without one beyond the noise.
 func (r *Results) readmePaths(line func(name string, cell func(*Row) string)) {
 	if len(r.Paths) == 0 {
 		return
 	}
 	for _, pair := range pathPairs {
+		if !slices.ContainsFunc(r.Proxies(), func(proxy string) bool { return pair.differs(r.Row(readmeSize, proxy)) }) {
+			continue
+		}
 		line(pair.short, func(row *Row) string {
 			first, second := row.Paths[pair.paths[0]].Above, row.Paths[pair.paths[1]].Above
 			if first.N == 0 && second.N == 0 {
@@ -114,6 +115,10 @@ func (r *Results) readmePaths(line func(name string, cell func(*Row) string)) {
 			return first.short(pair.unit()) + " / " + second.short(pair.unit())
 		})
 	}
+}
+
+func (p pathPair) differs(row *Row) bool {
+	return slices.ContainsFunc(p.paths[:], func(path Path) bool { return !row.Paths[path].Above.Noise() })
 }
 
 // unit prints a difference with its unit.

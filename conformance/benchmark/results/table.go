@@ -190,9 +190,7 @@ func (r *Results) WriteTables(w io.Writer) error {
 	var b strings.Builder
 	if len(r.Cells) > 0 {
 		for _, t := range r.tables() {
-			fmt.Fprintf(&b, "### %s\n\n%s\n\n", t.title, wrap(t.about))
 			r.writeTable(&b, t, r.Sizes(), r.Proxies())
-			b.WriteByte('\n')
 		}
 	}
 	r.writePaths(&b)
@@ -201,9 +199,9 @@ func (r *Results) WriteTables(w io.Writer) error {
 	return err
 }
 
+// writeTable writes a table with its title, and nothing if nothing of it was measured.
 func (r *Results) writeTable(b *strings.Builder, t table, sizes []Size, proxies []string) {
-	fmt.Fprintf(b, "| Services x endpoints | %s |\n", strings.Join(proxies, " | "))
-	fmt.Fprintf(b, "|---|%s\n", strings.Repeat("---|", len(proxies)))
+	var lines strings.Builder
 	for _, size := range sizes {
 		texts, measured := make([]string, len(proxies)), false
 		for i, proxy := range proxies {
@@ -215,8 +213,13 @@ func (r *Results) writeTable(b *strings.Builder, t table, sizes []Size, proxies 
 			measured = measured || texts[i] != none
 		}
 		if measured {
-			fmt.Fprintf(b, "| %s x %d | %s |\n", grouped(size.Services), size.Endpoints, strings.Join(texts, " | "))
+			fmt.Fprintf(&lines, "| %s x %d | %s |\n", grouped(size.Services), size.Endpoints, strings.Join(texts, " | "))
 		}
+	}
+	if lines.Len() > 0 {
+		fmt.Fprintf(b, "### %s\n\n%s\n\n", t.title, wrap(t.about))
+		fmt.Fprintf(b, "| Services x endpoints | %s |\n", strings.Join(proxies, " | "))
+		fmt.Fprintf(b, "|---|%s\n%s\n", strings.Repeat("---|", len(proxies)), lines.String())
 	}
 }
 

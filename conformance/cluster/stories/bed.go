@@ -72,6 +72,9 @@ func (b *Bed) Prepare(ctx context.Context) error {
 		return err
 	}
 	b.Log("starting servers and clients")
+	if b.watch, err = b.record(ctx); err != nil { // of what began before, the recorder would know too little
+		return err
+	}
 	if err := b.Apply(ctx, fmt.Sprintf(traffic, cluster.WorkloadImage)); err != nil {
 		return err
 	}
@@ -93,8 +96,7 @@ func (b *Bed) Prepare(ctx context.Context) error {
 	case <-ctx.Done():
 	case <-time.After(settle):
 	}
-	b.watch, err = b.record(ctx)
-	return errors.Join(err, ctx.Err())
+	return ctx.Err()
 }
 
 // Close ends the clients that are on no node, and the recorder.
@@ -177,7 +179,9 @@ func (b *Bed) reports(ctx context.Context) (map[string]cluster.Report, error) {
 	for name, address := range at {
 		wait.Go(func() {
 			var r cluster.Report
-			err := cluster.Wait(ctx, time.Minute, "client "+name+" reports", func() error { return fetch(client, address, &r) })
+			err := cluster.Wait(ctx, time.Minute, "client "+name+" reports", func() error {
+				return fetch(client, address+"/report", &r)
+			})
 			mu.Lock()
 			defer mu.Unlock()
 			reports[name], errs = r, append(errs, err)
@@ -193,8 +197,9 @@ func (b *Bed) fromOutside() *http.Client {
 		Transport: &http.Transport{DialContext: cluster.DialFrom(b.Outside()), DisableKeepAlives: true}}
 }
 
-func fetch(client *http.Client, address string, r *cluster.Report) error {
-	answer, err := client.Get("http://" + address + "/report")
+// fetch reads a report at a URL without its scheme.
+func fetch(client *http.Client, at string, r *cluster.Report) error {
+	answer, err := client.Get("http://" + at)
 	if err != nil {
 		return err
 	}

@@ -132,6 +132,7 @@ func (b *Bed) rollOnce(ctx context.Context, h hook, version string) error {
 	if err != nil {
 		return err
 	}
+	b.watch.look() // what failed before is no part of this update
 	begin := time.Now()
 	if err := b.applyRolling(ctx, h, version); err != nil {
 		return err
@@ -150,8 +151,9 @@ func (b *Bed) rollOnce(ctx context.Context, h hook, version string) error {
 		sum.add(name, before[name], r)
 	}
 	failures := sum.opened()
-	b.Log("rolling update, %s: %v until the last old pod was gone, %d connections, %d failed %q", h.name,
-		took.Round(100*time.Millisecond), sum.Connections, sum.Failed, failures)
+	b.Log("rolling update, %s: %v until the last old pod was gone, %d connections, %d failed %q; all, held ones and "+
+		"other clients' too: %s", h.name, took.Round(100*time.Millisecond), sum.Connections, sum.Failed, failures,
+		causeWords(b.watch.look()))
 	if h.safe && sum.Failed > 0 {
 		return fmt.Errorf("%d of %d connections failed: %q", sum.Failed, sum.Connections, failures)
 	}
@@ -209,7 +211,7 @@ func (b *Bed) rollingReports(ctx context.Context) (map[string]cluster.Report, er
 		}
 		var r cluster.Report
 		if err := cluster.Wait(ctx, time.Minute, "the client on "+n.Name+" reports", func() error {
-			return fetch(client, pod.Status.PodIP+":9100", &r)
+			return fetch(client, pod.Status.PodIP+":9100/report", &r)
 		}); err != nil {
 			return nil, err
 		}

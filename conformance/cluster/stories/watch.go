@@ -19,6 +19,9 @@ type watch struct {
 	box  *blackbox.Box
 	stop context.CancelFunc
 	done chan struct{}
+	// causes and lines are those of the story so far.
+	causes map[string]int
+	lines  []string
 }
 
 const (
@@ -34,7 +37,7 @@ const (
 func (b *Bed) record(ctx context.Context) (*watch, error) {
 	ctx, stop := context.WithCancel(ctx)
 	w := &watch{box: blackbox.New(blackbox.Config{Packets: packetsKept, Dir: b.Reports}), stop: stop,
-		done: make(chan struct{})}
+		done: make(chan struct{}), causes: map[string]int{}}
 	err := control.Record(ctx, b.client, w.box)
 	for _, name := range []string{b.Outside(), b.Nodes[0].Netns(), b.Nodes[1].Netns(), b.Nodes[2].Netns()} {
 		if err == nil {
@@ -90,33 +93,46 @@ func (b *Bed) askForFailures(ctx context.Context, box *blackbox.Box) {
 // ask tells the recorder of what one client has seen since it was asked last.
 func (b *Bed) ask(client *http.Client, name, address string, known map[string]cluster.Report, box *blackbox.Box) {
 	var r cluster.Report
-	if fetch(client, address, &r) != nil {
+	before := known[address]
+	if fetch(client, fmt.Sprintf("%s/report?after=%d", address, before.Noted), &r) != nil {
 		return
 	}
-	before := known[address]
 	if known[address] = r; before.Started != r.Started {
 		return // what it noted before anybody asked is no story's
 	}
-	for _, f := range r.Failures[max(0, len(r.Failures)-(r.Noted-before.Noted)):] {
+	for _, f := range r.Failures {
 		f.From = name
 		box.Failed(f)
 	}
+	if n := r.Noted - before.Noted - len(r.Failures); n > 0 {
+		box.Left("its client did not keep it", n)
+	}
 }
 
-// explain returns why connections failed since the last call: one line a cause, with how many there were and the
-// first of them; and those that are unexplained, each.
-func (w *watch) explain() (causes map[string]int, lines []string) {
-	all, more := w.box.Explanations()
+// look explains why connections failed since the last call, and adds it to the story: for each cause, how many failed,
+// and the first of them.
+func (w *watch) look() (causes map[string]int) {
+	all, left := w.box.Explanations()
 	causes = map[string]int{}
 	for i := range all {
 		x := &all[i]
-		if causes[x.Cause]++; causes[x.Cause] <= shownOfCause {
-			lines = append(lines, x.String())
+		causes[x.Cause]++
+		if w.causes[x.Cause]++; w.causes[x.Cause] <= shownOfCause {
+			w.lines = append(w.lines, x.String())
 		}
 	}
-	if more > 0 {
-		lines = append(lines, fmt.Sprintf("%d more were not examined", more))
+	for told, n := range left {
+		causes["not examined: "+told] += n
+		w.causes["not examined: "+told] += n
 	}
+	return causes
+}
+
+// explain returns why connections failed in the story so far, and begins the next one.
+func (w *watch) explain() (causes map[string]int, lines []string) {
+	w.look()
+	causes, lines = w.causes, w.lines
+	w.causes, w.lines = map[string]int{}, nil
 	return causes, lines
 }
 

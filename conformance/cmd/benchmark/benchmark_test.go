@@ -143,6 +143,11 @@ func TestDocs(t *testing.T) {
 	if err := o.writeDocs(r, "the tables"); err != nil {
 		t.Fatal(err)
 	}
+	r.Cells = append(r.Cells, cell("cilium", 1))
+	r.Cells[1].Size.Endpoints = 10
+	if err := o.writeDocs(r, "the tables beside Cilium"); err != nil {
+		t.Fatal(err)
+	}
 	r.Machine.Guest = true
 	if err := o.writeDocs(r, "the guest's tables"); err != nil {
 		t.Fatal(err)
@@ -151,13 +156,14 @@ func TestDocs(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	for _, want := range []string{"\nthe tables\n", "\nthe guest's tables\n", "(../images/bench-start.svg)"} {
+	for _, want := range []string{"\nthe tables\n", "\nthe guest's tables\n",
+		"\nthe tables beside Cilium\n", "(../images/bench-start.svg)"} {
 		if !strings.Contains(string(text), want) {
 			t.Errorf("docs/evidence/BENCHMARKS.md has no %q", want)
 		}
 	}
 	if readme, err := os.ReadFile(filepath.Join(root, "README.md")); err != nil ||
-		!strings.Contains(string(readme), "start, until every Service answers") {
+		!strings.Contains(string(readme), " | verdict-nftables | cilium |\n") {
 		t.Errorf("README.md: %v", err)
 	}
 }

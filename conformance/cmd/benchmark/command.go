@@ -342,11 +342,17 @@ func (o *options) show(out io.Writer, r *results.Results) error {
 	return p.Write(out)
 }
 
-// writeDocs puts tables and pictures where the documentation has them.
+// writeDocs puts tables and pictures where the documentation has them. The README shows the results that have Cilium.
 func (o *options) writeDocs(r *results.Results, tables string) error {
 	document := filepath.Join(o.source, "docs", "evidence", "BENCHMARKS.md")
 	if r.Machine.Guest {
 		return results.UpdateFile(document, "guest", tables)
+	}
+	if slices.Contains(r.Proxies(), "cilium") {
+		return errors.Join(
+			results.UpdateFile(document, "cilium", tables),
+			results.UpdateFile(filepath.Join(o.source, "README.md"), "table", r.ReadmeTable()),
+		)
 	}
 	names, err := r.WritePlots(filepath.Join(o.source, "docs", "images"))
 	if err != nil {
@@ -359,6 +365,5 @@ func (o *options) writeDocs(r *results.Results, tables string) error {
 	return errors.Join(
 		results.UpdateFile(document, "pictures", pictures.String()),
 		results.UpdateFile(document, "tables", tables),
-		results.UpdateFile(filepath.Join(o.source, "README.md"), "table", r.ReadmeTable()),
 	)
 }

@@ -4,11 +4,13 @@ import (
 	"context"
 	"fmt"
 	"io"
+	"strings"
 	"time"
 
 	"github.com/spf13/cobra"
 
 	"github.com/verdict-proxy/verdict/conformance/cluster"
+	"github.com/verdict-proxy/verdict/conformance/cluster/neighbors"
 	"github.com/verdict-proxy/verdict/conformance/testbed"
 )
 
@@ -31,26 +33,40 @@ func newCommand() *cobra.Command {
 			fmt.Fprintf(out, time.Now().Format("15:04:05 ")+format+"\n", args...)
 		}), err
 	}
-	cmd.AddCommand(newUp(open), newDown(open), newKubectl(open), newTest(open), newGateway(open))
+	cmd.AddCommand(newUp(open), newDown(open), newKubectl(open), newTest(open), newGateway(open), newNeighbors(open))
 	return cmd
 }
 
 type opener func(out io.Writer) (*cluster.Cluster, error)
 
 func newUp(open opener) *cobra.Command {
-	bare := false
+	bare, names := false, []string(nil)
 	cmd := &cobra.Command{Use: "up", Short: "Start the cluster with Verdict, and wait until all is ready",
 		Args: cobra.NoArgs, RunE: func(cmd *cobra.Command, _ []string) error {
 			c, err := open(cmd.OutOrStdout())
 			if err != nil {
 				return err
 			}
-			if err := c.Up(cmd.Context()); err != nil || bare {
+			beside, err := neighbors.Find(names)
+			if err != nil {
 				return err
 			}
-			return install(cmd.Context(), c)
+			if err := c.Up(cmd.Context(), neighbors.On(beside)); err != nil || bare {
+				return err
+			}
+			if err := install(cmd.Context(), c); err != nil {
+				return err
+			}
+			for _, n := range beside {
+				if err := n.Install(cmd.Context(), c); err != nil {
+					return err
+				}
+			}
+			return c.WaitReady(cmd.Context())
 		}}
-	cmd.Flags().BoolVar(&bare, "bare", false, "without a Service proxy")
+	cmd.Flags().BoolVar(&bare, "bare", false, "without a Service proxy, and without what --neighbor names")
+	cmd.Flags().StringSliceVar(&names, "neighbor", nil, "what runs beside the Service proxy: "+
+		strings.Join(neighbors.Names(), ", "))
 	return cmd
 }
 

@@ -7,6 +7,7 @@ import (
 	"net"
 	"net/http"
 	"net/netip"
+	"strconv"
 	"sync"
 	"syscall"
 	"time"
@@ -25,7 +26,8 @@ const (
 	// held is how many connections to a target are held; each is used once in a holdInterval.
 	held         = 3
 	holdInterval = 100 * time.Millisecond
-	failuresKept = 500
+	// failuresKept is how many failures are kept: those of minutes in which every connection fails.
+	failuresKept = 10_000
 )
 
 // counters gathers the report of all targets.
@@ -84,12 +86,20 @@ func connect(address string, targets []string) error {
 			go c.hold(target)
 		}
 	}
-	http.HandleFunc("/report", func(w http.ResponseWriter, _ *http.Request) {
-		c.mu.Lock()
-		defer c.mu.Unlock()
-		_ = json.NewEncoder(w).Encode(c.r)
+	http.HandleFunc("/report", func(w http.ResponseWriter, r *http.Request) {
+		after, _ := strconv.Atoi(r.FormValue("after"))
+		_ = json.NewEncoder(w).Encode(c.report(after))
 	})
 	return http.ListenAndServe(address, nil)
+}
+
+// report returns what there was, with the failures that were noted after so many others.
+func (c *counters) report(after int) cluster.Report {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	r := c.r
+	r.Failures = r.Failures[min(max(0, after-(r.Noted-len(r.Failures))), len(r.Failures)):]
+	return r
 }
 
 // openAlways opens a connection in each interval, whether former ones are answered or not.

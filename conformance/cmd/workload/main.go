@@ -1,9 +1,10 @@
 // Workload is what runs in pods of the cluster that conformance/cluster starts:
 //
 //	workload                             the process that holds a pod's namespaces
-//	workload serve ADDRESS               answers each line with its host's name
+//	workload serve ADDRESS               answers each line with its host's name and the client's address
 //	workload get URL                     asks it, for hooks
 //	workload connect ADDRESS TARGET...   connects to each target all the time, holds connections, and reports at /report
+//	workload probe FROM N TARGET...      opens N connections to each target at once, and says what came of them
 package main
 
 import (
@@ -24,8 +25,10 @@ func main() {
 		err = get(args[1])
 	case len(args) > 2 && args[0] == "connect":
 		err = connect(args[1], args[2:])
+	case len(args) > 3 && args[0] == "probe":
+		err = probe(args[1], args[2], args[3:])
 	default:
-		err = fmt.Errorf("usage: workload [serve ADDRESS | get URL | connect ADDRESS TARGET...]")
+		err = fmt.Errorf("usage: workload [serve ADDRESS | get URL | connect ADDRESS TARGET... | probe FROM N TARGET...]")
 	}
 	if err != nil {
 		fmt.Fprintln(os.Stderr, "workload:", err)

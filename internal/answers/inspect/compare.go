@@ -104,6 +104,7 @@ func compareOnce(ctx context.Context, i reconcile.Inspector, o *ObjectFlags, pri
 		facts = preflight.FactsOfRules(settings)
 	}
 	if facts != nil {
+		facts.SetBackend(i.Name())
 		host, err := preflight.Open()
 		if err != nil {
 			return nil, err

@@ -12,6 +12,7 @@ import (
 	"net/netip"
 	"os"
 	"slices"
+	"strings"
 	"sync"
 	"time"
 
@@ -21,7 +22,8 @@ import (
 
 // Config says how much is kept, and where.
 type Config struct {
-	// Packets is how many packets' headers are kept of each namespace, of some 100 bytes each; 0 means 16,384.
+	// Packets is how many packets' headers are kept of each namespace, of some 100 bytes each, and half as many
+	// beginnings and ends of entries of connection tracking; 0 means 16,384.
 	Packets int
 	// Dir is where the records of failures go that are unexplained; empty means nowhere.
 	Dir string
@@ -84,11 +86,12 @@ type Box struct {
 	attached map[*attachment]func()
 	// asked are failures whose records are not gathered yet, failed those that Explanations will be asked for.
 	asked, failed []*evidence
-	left          int // failures that were more than maxFailures
-	files         int
-	wake          chan struct{}
-	closed        chan struct{}
-	wait          sync.WaitGroup
+	// examined is how many of those that failed were told the same, and left how many are not examined.
+	examined, left map[string]int
+	files          int
+	wake           chan struct{}
+	closed         chan struct{}
+	wait           sync.WaitGroup
 }
 
 // note is what a caller did.
@@ -100,8 +103,11 @@ type note struct {
 const (
 	defaultPackets = 1 << 14
 	keptNotes      = 1 << 10
-	// maxFailures is how many failures are examined. What is beyond is counted.
+	// maxFailures is how many failures are examined, and maxRare how many whose clients were told the same always are.
+	// What is beyond is counted by what clients were told, of which maxTold are kept apart.
 	maxFailures = 2_000
+	maxRare     = 50
+	maxTold     = 16
 	// settle is how long after a failure its records are gathered: all readers have read them then.
 	settle = 300 * time.Millisecond
 )
@@ -112,6 +118,7 @@ func New(c Config) *Box {
 		c.Packets = defaultPackets
 	}
 	b := &Box{config: c, began: time.Now().Add(-time.Minute), objects: newObjects(), notes: newRing[note](keptNotes),
+		examined: map[string]int{}, left: map[string]int{},
 		attached: map[*attachment]func(){}, wake: make(chan struct{}, 1), closed: make(chan struct{})}
 	b.wait.Go(b.gatherAll)
 	return b
@@ -137,7 +144,8 @@ func (b *Box) attach(name string, enter func(func() error) error) (a *attachment
 	i := slices.IndexFunc(b.spaces, func(s *space) bool { return s.name == name })
 	if i < 0 {
 		i = len(b.spaces)
-		b.spaces = append(slices.Clone(b.spaces), newSpace(name, sizes{b.config.Packets, 1 << 13, 1 << 12, 1 << 12, 1 << 10}))
+		n := b.config.Packets
+		b.spaces = append(slices.Clone(b.spaces), newSpace(name, sizes{n, n / 2, 1 << 12, 1 << 12, 1 << 10}))
 	}
 	s := b.spaces[i]
 	b.mu.Unlock()
@@ -157,11 +165,30 @@ func (b *Box) Note(format string, args ...any) {
 func (b *Box) Failed(f Failure) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	if len(b.failed) == maxFailures {
-		b.left++
+	told := b.told(f.Err)
+	if len(b.failed) >= maxFailures && b.examined[told] >= maxRare {
+		b.left[told]++
 		return
 	}
+	b.examined[told]++
 	b.failed = append(b.failed, b.ask(f))
+}
+
+// Left counts failures that cannot be examined, by what they have in common.
+func (b *Box) Left(what string, n int) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	b.left[what] += n
+}
+
+// told is the end of an error, which names no addresses. The lock is held.
+func (b *Box) told(err string) string {
+	told := err[max(0, strings.LastIndex(err, ": ")):]
+	told = strings.TrimPrefix(told, ": ")
+	if _, known := b.examined[told]; !known && len(b.examined) >= maxTold {
+		return "other errors"
+	}
+	return told
 }
 
 // ask has the records of a failure gathered. The lock is held.
@@ -220,17 +247,18 @@ func (b *Box) Cause(from *lab.Host, p snapshot.Protocol, to netip.AddrPort, r la
 }
 
 // Explanations returns why all connections failed that Failed was told of since the last call, and how many more there
-// were than are examined. The later it is called, the more is known of what became of their endpoints.
-func (b *Box) Explanations() (all []Explanation, more int) {
+// were than are examined, by what their clients were told. The later it is called, the more is known of what became of
+// their endpoints.
+func (b *Box) Explanations() (all []Explanation, left map[string]int) {
 	b.mu.Lock()
 	failed := b.failed
-	more, b.failed, b.left = b.left, nil, 0
+	left, b.failed, b.left, b.examined = b.left, nil, map[string]int{}, map[string]int{}
 	b.mu.Unlock()
 	for _, e := range failed {
 		<-e.done
 		all = append(all, b.explain(e))
 	}
-	return all, more
+	return all, left
 }
 
 // explain classifies, and writes the records of what is unexplained to a file.

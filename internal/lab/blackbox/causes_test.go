@@ -34,6 +34,24 @@ var causes = []struct {
 		labtest.Run(r.t, r.Node, "", "ip", "route", "replace", "unreachable", r.pod.IP4.String())
 		r.expect(r.fail(short), "no way to the endpoint", "node", "one of 1: "+r.pod.IP4.String()+" (ready)")
 	}},
+	{"an earlier connection from the same port", func(r *rig) {
+		r.service(r.pod, r.Pods[1])
+		r.serve(r.Pods[1])
+		r.rules(r.pod, chain("input", "tcp dport 8080 drop"))
+		r.rules(r.Node, r.translate(r.pod))
+		dial := func() lab.Result {
+			return r.client.Dial(snapshot.TCP, r.vip, lab.Options{Timeout: short, From: netip.AddrPortFrom(r.client.IP4, 40000)})
+		}
+		dial()
+		r.slice(r.Pods[1])
+		r.rules(r.Node, r.translate(r.Pods[1]))
+		time.Sleep(2 * slack)
+		began := time.Now()
+		got := dial()
+		r.expect(Failure{From: r.client.Name, Client: got.Client, Server: r.vip, Began: began, Failed: time.Now(),
+			Err: got.Err.Error()}, "an earlier connection's entry", "node had the entry", "sent it to "+r.pod.IP4.String(),
+			"which left its EndpointSlice")
+	}},
 	{"the endpoint's neighbour does not answer", func(r *rig) {
 		r.service(r.pod)
 		r.rules(r.Node, r.translate(r.pod))
@@ -227,7 +245,7 @@ func entryDeletes(r *rig) {
 			}
 			return netlink.ConntrackTableFlush(netlink.ConntrackTable)
 		}))
-	}), "entry deleted", "in node was deleted")
+	}), "entry deleted", "in node to "+r.pod.IP4.String(), "was deleted")
 }
 
 // overflows fills the queue of a listener that nobody accepts from.
@@ -261,9 +279,9 @@ func TestUnexplained(t *testing.T) {
 	time.Sleep(3 * pollIdle) // so that the rules are none that have just changed
 	f := r.fail(short)
 	r.box.Failed(f)
-	all, more := r.box.Explanations()
-	if len(all) != 1 || more != 0 || all[0].Cause != Unexplained {
-		t.Fatalf("%d explanations, %d more: %v", len(all), more, all)
+	all, left := r.box.Explanations()
+	if len(all) != 1 || len(left) != 0 || all[0].Cause != Unexplained {
+		t.Fatalf("%d explanations, and more: %v: %v", len(all), left, all)
 	}
 	text, err := os.ReadFile(all[0].File)
 	labtest.Check(t, err)

@@ -17,6 +17,7 @@ type rule struct {
 // were not seen.
 var rules = []rule{
 	{"no way out", noWayOut},
+	{"an earlier connection's entry", earlierEntry},
 	{"no way to the endpoint", noWayToEndpoint},
 	{"no ready endpoint", noReadyEndpoint},
 	{"not programmed yet", notProgrammedYet},
@@ -29,8 +30,8 @@ var rules = []rule{
 	{"server closed", serverClosed},
 	{"accept queue overflowed", overflowed},
 	{"not translated", notTranslated},
-	{"server was silent", serverSilent},
 	{"endpoint was gone", endpointGone},
+	{"server was silent", serverSilent},
 	{"endpoint was silent", endpointSilent},
 	{"connection tracking was full", trackingFull},
 	{"lost on the way", lost},
@@ -140,6 +141,36 @@ func (e *evidence) ways(in *space) string {
 		return ""
 	}
 	return "; " + strings.Join(all, "; ")
+}
+
+// earlierEntry is a connection from a port whose earlier connection was not answered either: connection tracking keeps
+// the entry of that for 120 s, and each SYN prolongs it, so that no rule sees the new one.
+func earlierEntry(e *evidence) string {
+	if e.accepted() != nil || e.Held {
+		return ""
+	}
+	var earlier event
+	for _, o := range e.flows {
+		f := o.what.(*flow)
+		if f.asked != e.asked {
+			continue
+		}
+		switch {
+		case !f.ended && o.at < e.since() && slices.Contains(e.forward, f.sent) && f.sent != f.asked:
+			earlier = o
+		case o.space == earlier.space && o.at < e.Failed.UnixNano():
+			earlier = event{} // it has ended, or another one began
+		}
+	}
+	if earlier.what == nil {
+		return ""
+	}
+	text := fmt.Sprintf("%s had the entry of an earlier connection from the same port, from %s, and sent it to %s",
+		earlier.space.name, instant(earlier.at), e.named(earlier.what.(*flow).sent.to.to()))
+	if r := e.refusal(); r != nil {
+		text += ", which " + by(r) + " refused"
+	}
+	return text + e.ways(nil)
 }
 
 func noWayToEndpoint(e *evidence) string {
@@ -276,14 +307,15 @@ func released(e *evidence) string {
 	return fmt.Sprintf("reset by %s, where it was released from %s", by(r), e.named(a))
 }
 
-// entryDeleted is a connection whose entry somebody deleted, so that its packets met no translation.
+// entryDeleted is a connection whose entry somebody deleted, so that its packets met no translation, or too late for
+// another endpoint.
 func entryDeleted(e *evidence) string {
 	for _, o := range e.flows {
 		f := o.what.(*flow)
 		closes := e.first(func(s *sight) bool { return s.at < o.at && (s.is(rst) || s.is(fin)) })
 		if f.ended && f.by != 0 && closes == nil && f.at >= e.since() {
-			return fmt.Sprintf("its entry in %s was deleted at %s by the socket %d, and its packets were translated no more",
-				o.space.name, instant(f.at), f.by)
+			return fmt.Sprintf("its entry in %s to %s was deleted at %s by the socket %d, %s before it failed", o.space.name,
+				e.named(f.sent.to.to()), instant(f.at), f.by, apart(time.Unix(0, f.at), e.Failed))
 		}
 	}
 	return ""
@@ -360,19 +392,31 @@ func notTranslated(e *evidence) string {
 	return ""
 }
 
+// question is the last data that the client sent, where it was seen first and last; nil if none was.
+func (e *evidence) question() (first, last *sight) {
+	last = e.last(func(s *sight) bool { return e.goes(s) && s.length > 0 })
+	if last == nil {
+		return nil, nil
+	}
+	return e.first(func(s *sight) bool { return e.goes(s) && s.length > 0 && s.seq == last.seq }), last
+}
+
+// answer is the last data that came after the last question, or at all if there is none, where it was seen last.
+func (e *evidence) answer() *sight {
+	asked, _ := e.question()
+	return e.last(func(s *sight) bool {
+		return !e.goes(s) && s.length > 0 && s.icmp == 0 && (asked == nil || s.at > asked.at)
+	})
+}
+
 // serverSilent is a connection that the endpoint's kernel accepted, and its process did not answer.
 func serverSilent(e *evidence) string {
 	a, translated := e.endpoint()
 	if !translated {
 		a = e.Server
 	}
-	answer := e.first(func(s *sight) bool { return !e.goes(s) && s.length > 0 && s.icmp == 0 })
-	if !e.connected() || answer != nil && !e.Held || len(e.blind) > 0 {
-		return ""
-	}
-	sent := e.last(func(s *sight) bool { return e.goes(s) })
-	later := func(s *sight) bool { return !e.goes(s) && s.length > 0 && s.at > sent.at }
-	if sent != nil && e.Held && e.last(later) != nil {
+	_, question := e.question()
+	if !e.connected() || e.answer() != nil || len(e.blind) > 0 || e.Held && (question == nil || !e.reached(question)) {
 		return ""
 	}
 	return fmt.Sprintf("the endpoint accepted the connection, and its process sent nothing: %s%s", e.named(a),
@@ -382,8 +426,7 @@ func serverSilent(e *evidence) string {
 // endpointGone is an endpoint without a way to it any more.
 func endpointGone(e *evidence) string {
 	a, translated := e.endpoint()
-	d := e.delivered()
-	if !translated || d == nil || e.accepted() != nil {
+	if !translated || !e.Held && (e.delivered() == nil || e.accepted() != nil) {
 		return ""
 	}
 	for i := len(e.others) - 1; i >= 0; i-- {
@@ -432,7 +475,7 @@ func endpointSilent(e *evidence) string {
 func (e *evidence) reached(d *sight) bool {
 	h := e.host()
 	return h != nil && h.owns(d.to.ip()) &&
-		(d.space == h && !d.out || h.packets.total() == 0 && d.out && d.space != e.owner)
+		(d.space == h && !d.out || h.packets.total() == 0 && d.out && strings.HasPrefix(h.name, d.space.name+"/"))
 }
 
 func trackingFull(e *evidence) string {
@@ -445,14 +488,19 @@ func trackingFull(e *evidence) string {
 	return ""
 }
 
-// lost says where the first packet, or its answer, was seen last.
+// lost says where the first packet, or the last question of a connection that was held, or its answer was seen last.
 func lost(e *evidence) string {
-	d := e.delivered()
-	if d == nil || e.refusal() != nil || len(e.blind) > 0 {
+	s, what := e.delivered(), "the first packet"
+	a := e.last(func(s *sight) bool { return s.accepts() })
+	if e.Held {
+		what = "the last question"
+		_, s = e.question()
+		a = e.answer()
+	}
+	if s == nil || e.refusal() != nil || len(e.blind) > 0 {
 		return ""
 	}
-	s, what := d, "the first packet"
-	if a := e.last(func(s *sight) bool { return s.accepts() }); a != nil {
+	if a != nil {
 		if e.arrives(a) {
 			return ""
 		}

@@ -55,6 +55,9 @@ const (
 	// changes matter.
 	slack  = 20 * time.Millisecond
 	before = 30 * time.Second
+	// decides is how long before the end of a connection that was held its last question was sent at most: longer than
+	// clients wait for an answer.
+	decides = 10 * time.Second
 )
 
 func newEvidence(f Failure) *evidence {
@@ -67,6 +70,17 @@ func newEvidence(f Failure) *evidence {
 func (e *evidence) since() int64 { return e.Began.Add(-slack).UnixNano() }
 func (e *evidence) until() int64 { return e.Failed.Add(settle).UnixNano() }
 
+// decisive is from when on nothing may be missing: of a connection that was held, from its last question on.
+func (e *evidence) decisive() int64 {
+	if !e.Held {
+		return e.since()
+	}
+	if asked, _ := e.question(); asked != nil {
+		return asked.at
+	}
+	return max(e.since(), e.Failed.Add(-decides).UnixNano())
+}
+
 // number is what translation leaves as it is.
 type number struct {
 	seq, ack uint32
@@ -77,7 +91,13 @@ type number struct {
 type search struct {
 	spaces  []*space
 	tuples  map[tuple]*evidence // of both directions
-	numbers map[number]*evidence
+	numbers map[number]numbered
+}
+
+// numbered is the connection that a number is of, and whether its packet goes towards the endpoint.
+type numbered struct {
+	*evidence
+	goes bool
 }
 
 // gather finds the records of connections, and says that it has.
@@ -85,23 +105,30 @@ func gather(all []*evidence, spaces []*space) {
 	if len(all) == 0 {
 		return
 	}
-	s := search{spaces, map[tuple]*evidence{}, map[number]*evidence{}}
+	s := search{spaces, map[tuple]*evidence{}, map[number]numbered{}}
 	s.findClients(all)
+	var these, others []*evidence // the others are from the same ports
 	for _, e := range all {
-		e.spaces = spaces
+		if s.tuples[e.asked] != nil {
+			others = append(others, e)
+			continue
+		}
+		these, e.spaces = append(these, e), spaces
 		s.add(e, e.asked)
 	}
 	// A connection may be translated on several nodes, one after the other.
 	for known := 0; known < len(s.tuples); {
 		known = len(s.tuples)
 		s.followFlows()
+		s.followEntries(these)
 		s.followNumbers()
 	}
 	s.collect()
-	for _, e := range all {
+	for _, e := range these {
 		e.finish()
 		close(e.done)
 	}
+	gather(others, spaces)
 }
 
 // add has packets of a direction of a connection found.
@@ -149,11 +176,29 @@ func (s *search) findClients(all []*evidence) {
 func (s *search) followFlows() {
 	for _, sp := range s.spaces {
 		sp.flows.each(func(f *flow) {
-			if e := s.tuples[f.asked]; e != nil && f.sent.reversed() != f.asked && f.at >= e.since() && f.at <= e.until() &&
-				(e.Held || !f.ended) { // otherwise it is that of a connection before
+			e := s.tuples[f.asked]
+			if e == nil || f.sent.reversed() == f.asked || f.at < e.since() {
+				return
+			}
+			// The end of an entry may be that of a connection before, and comes after that of a connection that was held.
+			if f.ended && e.Held || !f.ended && f.at <= e.until() {
 				s.add(e, f.sent)
 			}
 		})
+	}
+}
+
+// followEntries adds how connections that were held are still translated: their entries may have begun before the
+// recorder, or so long ago that it is overwritten.
+func (s *search) followEntries(all []*evidence) {
+	for _, e := range all {
+		for i := 0; e.Held && i < len(e.forward); i++ {
+			for _, sp := range s.spaces {
+				if sent, found := sp.translation(e.forward[i]); found {
+					s.add(e, sent)
+				}
+			}
+		}
 	}
 }
 
@@ -165,7 +210,7 @@ func (s *search) followNumbers() {
 	for _, sp := range s.spaces {
 		sp.packets.each(func(p *packet) {
 			if e := s.tuples[p.tuple]; e != nil && tcp(p) && p.at >= e.since() && p.at <= e.until() {
-				s.numbers[number{p.seq, p.ack, p.flags}] = e
+				s.numbers[number{p.seq, p.ack, p.flags}] = numbered{e, slices.Contains(e.forward, p.tuple)}
 			}
 		})
 	}
@@ -174,16 +219,15 @@ func (s *search) followNumbers() {
 			if !tcp(p) || s.tuples[p.tuple] != nil {
 				return
 			}
-			e := s.numbers[number{p.seq, p.ack, p.flags}]
-			if e == nil || p.at < e.since() || p.at > e.until() {
+			n := s.numbers[number{p.seq, p.ack, p.flags}]
+			if n.evidence == nil || p.at < n.since() || p.at > n.until() {
 				return
 			}
 			forward := p.tuple
-			back := func(t tuple) bool { return t.to == p.from }
-			if p.accepts() || slices.ContainsFunc(e.forward, back) {
+			if !n.goes {
 				forward = p.reversed()
 			}
-			s.add(e, forward)
+			s.add(n.evidence, forward)
 		})
 	}
 }
@@ -230,11 +274,23 @@ func (e *evidence) finish() {
 			e.owner = s
 		}
 		e.addOthers(s, from)
-		if p, overwritten := s.packets.oldest(); overwritten && p.at > e.since() {
-			e.blind = append(e.blind, fmt.Sprintf("packets in %s before %s were overwritten", s.name, instant(p.at)))
-		}
+		e.addBlind(s)
 	}
 	slices.SortStableFunc(e.others, func(a, b event) int { return compare(a.at, b.at) })
+}
+
+// addBlind says what a namespace has not recorded, or no longer has.
+func (e *evidence) addBlind(s *space) {
+	if p, overwritten := s.packets.oldest(); overwritten && p.at > e.decisive() {
+		e.blind = append(e.blind, fmt.Sprintf("packets in %s before %s were overwritten", s.name, instant(p.at)))
+	}
+	s.mu.Lock()
+	began := s.began
+	s.mu.Unlock()
+	if !began.IsZero() && began.UnixNano() > max(e.decisive(), e.Began.UnixNano()) {
+		e.blind = append(e.blind, fmt.Sprintf("it began before the recorder: in %s packets are recorded since %s", s.name,
+			instant(began.UnixNano())))
+	}
 }
 
 // addOthers adds what happened in a namespace while the connection was under way, and shortly before.
@@ -254,6 +310,9 @@ func (e *evidence) addOthers(s *space, from int64) {
 			return
 		}
 		if c.counter == packetsLost || c.counter == eventsLost {
+			if c.at < e.decisive() {
+				return
+			}
 			e.blind = append(e.blind, fmt.Sprintf("%d %s in %s", c.by, c.counter, s.name))
 			return
 		}

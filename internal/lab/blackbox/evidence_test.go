@@ -82,3 +82,43 @@ func TestOtherFamily(t *testing.T) {
 		t.Errorf("cause is %q: %s; want %q", cause, text, "no ready endpoint")
 	}
 }
+
+// TestReplyFirst has a held connection of which only answers were seen where it is translated: the endpoint is what
+// they come from, and not where they go.
+func TestReplyFirst(t *testing.T) {
+	client, server := netip.MustParseAddrPort("10.0.1.5:40000"), netip.MustParseAddrPort("10.96.0.80:80")
+	endpoint := netip.MustParseAddrPort("10.0.2.5:8080")
+	now := time.Now()
+	node := newSpace("node", sizes{16, 1, 1, 1, 1})
+	asked, sent := tupleOf(unix.IPPROTO_TCP, client, server), tupleOf(unix.IPPROTO_TCP, client, endpoint)
+	for i, way := range []tuple{sent.reversed(), asked.reversed()} {
+		node.packets.add(&packet{at: now.UnixNano() + int64(i), tuple: way, seq: 7, ack: 9, flags: ack | push, length: 4})
+	}
+	e := newEvidence(Failure{Client: client, Server: server, Protocol: unix.IPPROTO_TCP, Began: now, Failed: now,
+		Held: true})
+	gather([]*evidence{e}, []*space{node})
+	if a, translated := e.endpoint(); !translated || a != endpoint {
+		t.Errorf("the endpoint is %v, %t; want %v", a, translated, endpoint)
+	}
+}
+
+// TestSamePort has two connections from the same port fail, one soon after the other: each has its own packets.
+func TestSamePort(t *testing.T) {
+	client, server := netip.MustParseAddrPort("10.0.1.5:40000"), netip.MustParseAddrPort("10.0.2.5:8080")
+	node := newSpace("node", sizes{16, 1, 1, 1, 1})
+	var all []*evidence
+	for i := range 2 {
+		began := time.Now().Add(time.Duration(i-2) * time.Minute)
+		node.packets.add(&packet{at: began.UnixNano(), tuple: tupleOf(unix.IPPROTO_TCP, client, server), seq: uint32(i),
+			flags: syn})
+		all = append(all, newEvidence(Failure{Client: client, Server: server, Protocol: unix.IPPROTO_TCP, Began: began,
+			Failed: began.Add(time.Second)}))
+	}
+	gather(all, []*space{node})
+	for i, e := range all {
+		<-e.done
+		if len(e.packets) != 1 || e.packets[0].seq != uint32(i) {
+			t.Errorf("connection %d has the packets %v", i, e.packets)
+		}
+	}
+}

@@ -32,8 +32,7 @@ type processSpace struct {
 // when its processes do.
 func (b *Box) WatchProcesses(belongs func(groups string) (machine string)) {
 	b.wait.Go(func() {
-		own, _ := os.Readlink("/proc/self/ns/net")
-		known, seen := map[string]*processSpace{}, map[string]bool{own: true}
+		known := map[string]*processSpace{}
 		var looked time.Time
 		tick := time.NewTicker(pollIdle)
 		defer tick.Stop()
@@ -45,7 +44,7 @@ func (b *Box) WatchProcesses(belongs func(groups string) (machine string)) {
 			}
 			if time.Since(looked) >= lookForProcesses && len(known) < maxProcessSpaces {
 				looked = time.Now()
-				b.findProcesses(belongs, known, seen)
+				b.findProcesses(belongs, known)
 			}
 			for ns, p := range known {
 				if !p.sample(ns) {
@@ -56,8 +55,10 @@ func (b *Box) WatchProcesses(belongs func(groups string) (machine string)) {
 	})
 }
 
-// findProcesses adds the namespaces of processes that are new.
-func (b *Box) findProcesses(belongs func(string) string, known map[string]*processSpace, seen map[string]bool) {
+// findProcesses adds the namespaces of processes that are new. The kernel gives the number of one that is gone to
+// another.
+func (b *Box) findProcesses(belongs func(string) string, known map[string]*processSpace) {
+	own, _ := os.Readlink("/proc/self/ns/net")
 	dir, err := os.Open("/proc")
 	if err != nil {
 		return
@@ -69,7 +70,7 @@ func (b *Box) findProcesses(belongs func(string) string, known map[string]*proce
 			continue
 		}
 		ns, err := os.Readlink("/proc/" + pid + "/ns/net")
-		if err != nil || seen[ns] || known[ns] != nil {
+		if err != nil || ns == own || known[ns] != nil {
 			continue
 		}
 		groups, _ := os.ReadFile("/proc/" + pid + "/cgroup")
@@ -82,17 +83,30 @@ func (b *Box) findProcesses(belongs func(string) string, known map[string]*proce
 		if len(addresses) == 0 {
 			continue // it is not wired yet
 		}
-		seen[ns] = true
-		s := newSpace(machine+"/"+host, sizes{1, 1, 1, 1, keptOfProcess})
-		s.network = &network{links: map[int32]string{}, addresses: addresses}
-		known[ns] = &processSpace{space: s, pid: pid, counters: counters{text: make([]byte, countersLen)}}
-		b.mu.Lock()
-		b.spaces = append(slices.Clone(b.spaces), s) // gather reads the former one
-		if len(seen) > keptGone {
-			b.forgetOldest()
-		}
-		b.mu.Unlock()
+		known[ns] = &processSpace{space: b.processSpace(machine+"/"+host, addresses), pid: pid,
+			counters: counters{text: make([]byte, countersLen)}}
 	}
+}
+
+// processSpace returns the space of a name: the one that there was if only the process is another one.
+func (b *Box) processSpace(name string, addresses map[netip.Addr]string) *space {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	i := slices.IndexFunc(b.spaces, func(s *space) bool { return s.name == name })
+	if i < 0 {
+		i = len(b.spaces)
+		if i > keptGone {
+			b.forgetOldest()
+			i = len(b.spaces)
+		}
+		// gather reads the former ones.
+		b.spaces = append(slices.Clone(b.spaces), newSpace(name, sizes{1, 1, 1, 1, keptOfProcess}))
+	}
+	s := b.spaces[i]
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.network, s.gone = &network{links: map[int32]string{}, addresses: addresses}, time.Time{}
+	return s
 }
 
 // forgetOldest forgets the namespace of a process that is gone for longest.
@@ -103,7 +117,7 @@ func (b *Box) forgetOldest() {
 		return len(s.counts.values) == keptOfProcess && !s.gone.IsZero()
 	})
 	if i >= 0 {
-		b.spaces = slices.Delete(b.spaces, i, i+1)
+		b.spaces = slices.Delete(slices.Clone(b.spaces), i, i+1)
 	}
 }
 

@@ -13,6 +13,7 @@ import (
 
 	"github.com/verdict-proxy/verdict/internal/proxy/conntrack"
 	"github.com/verdict-proxy/verdict/internal/system/netlink"
+	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
 // sizes are how many records a namespace's rings hold.
@@ -53,6 +54,14 @@ func (f *flow) String() string {
 	return s
 }
 
+// flowOf is the beginning of an entry.
+func flowOf(f *conntrack.Flow, at int64) flow {
+	p := uint8(f.Frontend.Protocol)
+	return flow{at: at, by: f.By, answered: f.Answered,
+		asked: tupleOf(p, f.Client, netip.AddrPortFrom(f.Frontend.Addr, f.Frontend.Port)),
+		sent:  tupleOf(p, f.Masquerade, f.Endpoint)}
+}
+
 // commit is a transaction of nf_tables: it happened after since, and at the latest at at.
 type commit struct {
 	since, at  int64
@@ -71,8 +80,10 @@ type space struct {
 	mu sync.Mutex
 	// network is what it has just now, or had last.
 	network *network
-	// gone is when it was closed; zero while it is there.
-	gone time.Time
+	// began is when packets were recorded first; zero if none are. gone is when it was closed; zero while it is there.
+	began, gone time.Time
+	// attached is what watches it now, or did last; nil if nothing has.
+	attached *attachment
 }
 
 func newSpace(name string, of sizes) *space {
@@ -98,18 +109,41 @@ func (s *space) owns(a netip.Addr) bool {
 	return own
 }
 
+// translation returns how connection tracking translates a direction now; false if it has no entry of it, or nothing
+// watches the namespace any more.
+func (s *space) translation(t tuple) (sent tuple, ok bool) {
+	s.mu.Lock()
+	a := s.attached
+	s.mu.Unlock()
+	if a == nil {
+		return sent, false
+	}
+	a.looking.Lock()
+	defer a.looking.Unlock()
+	select {
+	case <-a.done:
+		return sent, false
+	default:
+	}
+	f, ok, err := a.table.Find(snapshot.Protocol(t.protocol), t.from.to(), t.to.to())
+	return flowOf(&f, 0).sent, ok && err == nil
+}
+
 // attachment is what watches a namespace. It keeps it alive until it is closed.
 type attachment struct {
 	space    *space
 	capture  *capture
 	events   *conntrack.Events
+	table    *conntrack.Conn
 	routes   *netlink.Listener
 	rules    *netlink.Conn
 	counters *counters
 	opened   []io.Closer
 	done     chan struct{}
 	once     sync.Once
-	wait     sync.WaitGroup
+	// looking is held while the table is asked.
+	looking sync.Mutex
+	wait    sync.WaitGroup
 }
 
 // attach watches the namespace of the calling thread.
@@ -119,6 +153,12 @@ func (s *space) attach() (*attachment, error) {
 		a.closeAll()
 		return nil, fmt.Errorf("record %s: %w", s.name, err)
 	}
+	s.mu.Lock()
+	s.attached = a
+	if s.began.IsZero() {
+		s.began = time.Now()
+	}
+	s.mu.Unlock()
 	for _, run := range []func(){a.readPackets, a.readFlows, a.readChanges, a.poll} {
 		a.wait.Go(run)
 	}
@@ -139,6 +179,10 @@ func (a *attachment) open() (err error) {
 		return err
 	}
 	if err := errors.Join(a.events.All(), a.events.Beginnings(true)); err != nil {
+		return err
+	}
+	table, err := conntrack.Dial(0)
+	if a.table, err = opened(a, table, err); err != nil {
 		return err
 	}
 	rules, err := netlink.Dial(unix.NETLINK_NETFILTER, 0)
@@ -172,7 +216,9 @@ func (a *attachment) closeAll() {
 func (a *attachment) Close() error {
 	a.once.Do(func() {
 		close(a.done)
+		a.looking.Lock()
 		a.closeAll()
+		a.looking.Unlock()
 		a.wait.Wait()
 		a.space.mu.Lock()
 		defer a.space.mu.Unlock()
@@ -198,10 +244,9 @@ func (a *attachment) readFlows() {
 			if now.Sub(window) >= captureWindow {
 				window, read = now, 0
 			}
-			p := uint8(f.Frontend.Protocol)
-			a.space.flows.add(&flow{at: now.UnixNano(), ended: ended, by: f.By, answered: f.Answered,
-				asked: tupleOf(p, f.Client, netip.AddrPortFrom(f.Frontend.Addr, f.Frontend.Port)),
-				sent:  tupleOf(p, f.Masquerade, f.Endpoint)})
+			seen := flowOf(f, now.UnixNano())
+			seen.ended = ended
+			a.space.flows.add(&seen)
 			if read++; read >= eventPace {
 				time.Sleep(time.Until(window.Add(captureWindow)))
 			}

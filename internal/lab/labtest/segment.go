@@ -110,7 +110,7 @@ func (s *Segment) addPod(n *lab.Net, node int, name string) {
 		Check(s.t, h.AddAddr("pod", netip.PrefixFrom(SegmentPod(f, node, 1), segmentBits[f])))
 		Check(s.t, p.AddRoute(lab.Route{To: everywhere(f), Via: SegmentPod(f, node, 1), Link: "eth0"}))
 	}
-	for _, proto := range []snapshot.Protocol{snapshot.TCP, snapshot.UDP} {
+	for _, proto := range []snapshot.Protocol{snapshot.TCP, snapshot.UDP, snapshot.SCTP} {
 		_, err := p.Serve(proto, 8080)
 		Check(s.t, err)
 	}

@@ -153,8 +153,25 @@ func (c *Conn) appendFlow(q query, body []byte) {
 }
 
 func (c *Conn) again(of *flow) (f flow, ok bool, err error) {
+	f, ok, err = c.get(func(m *netlink.Buffer) { m.Attr(ctaTupleReply|unix.NLA_F_NESTED, of.reply...) }, of.frontend.Addr)
+	return f, ok && f.identity() == of.identity(), err
+}
+
+// Find returns the flow that a client's packets to a destination belong to; false if there is none.
+func (c *Conn) Find(p snapshot.Protocol, client, to netip.AddrPort) (f Flow, ok bool, err error) {
+	base, ok, err := c.get(func(m *netlink.Buffer) { writeTuple(m, ctaTupleOrig, p, client, to) }, to.Addr())
+	if ok {
+		f.take(&base)
+	}
+	return f, ok, err
+}
+
+// get asks for one flow by a tuple.
+func (c *Conn) get(tuple func(*netlink.Buffer), of netip.Addr) (f flow, ok bool, err error) {
 	c.out.Reset()
-	writeGet(&c.out, of)
+	m := c.out.Netfilter(messageGet, 0, ipfamily.Of(of).NFProto())
+	tuple(&c.out)
+	c.out.End(m)
 	err = c.deletes.Query(c.out.Bytes(), func(body []byte) {
 		if len(body) >= netlink.NetfilterLen {
 			f, ok = parseFlow(body[netlink.NetfilterLen:])
@@ -163,7 +180,7 @@ func (c *Conn) again(of *flow) (f flow, ok bool, err error) {
 	if errors.Is(err, unix.ENOENT) {
 		return f, false, nil
 	}
-	return f, ok && f.identity() == of.identity(), err
+	return f, ok, err
 }
 
 // maxDeletes bounds one sendmsg. The kernel may reject each deletion, and all its answers must fit into a socket's

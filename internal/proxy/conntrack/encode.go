@@ -105,13 +105,6 @@ func writeDelete(w *netlink.Buffer, f *flow) {
 	w.End(m)
 }
 
-// writeGet writes the request for one flow.
-func writeGet(w *netlink.Buffer, f *flow) {
-	m := w.Netfilter(messageGet, 0, ipfamily.Of(f.frontend.Addr).NFProto())
-	w.Attr(ctaTupleReply|unix.NLA_F_NESTED, f.reply...)
-	w.End(m)
-}
-
 // writeTuple writes one direction of a flow.
 func writeTuple(w *netlink.Buffer, typ uint16, protocol snapshot.Protocol, src, dst netip.AddrPort) {
 	from, to := uint16(ctaIPv6Src), uint16(ctaIPv6Dst)

@@ -301,6 +301,24 @@ func TestKernelWithoutFilters(t *testing.T) {
 	}
 }
 
+// TestFind looks flows up by their clients and frontends.
+func TestFind(t *testing.T) {
+	conn := emptyHost(t)
+	four := entry{client: clientOf(1, false), frontend: key("10.96.0.1:53/udp"), endpoint: endpoints[0][0]}
+	six := entry{client: clientOf(1, true), frontend: key("[fd00:96::1]:80/tcp"), endpoint: endpoints[1][0]}
+	insert(t, conn, four, six)
+	for _, e := range []entry{four, six} {
+		f, ok, err := conn.Find(e.frontend.Protocol, e.client, netip.AddrPortFrom(e.frontend.Addr, e.frontend.Port))
+		if err != nil || !ok || f.Client != e.client || f.Frontend != e.frontend || f.Endpoint != e.endpoint {
+			t.Errorf("%v to %v: %+v, %t, %v", e.client, e.frontend, f, ok, err)
+		}
+	}
+	_, ok, err := conn.Find(snapshot.UDP, clientOf(2, false), netip.AddrPortFrom(four.frontend.Addr, 53))
+	if ok || err != nil {
+		t.Errorf("another client has a flow: %t, %v", ok, err)
+	}
+}
+
 // TestGoneMeanwhile deletes flows that are already gone, or that have been replaced by others.
 func TestGoneMeanwhile(t *testing.T) {
 	conn := emptyHost(t)

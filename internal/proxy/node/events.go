@@ -6,6 +6,7 @@ import (
 	"maps"
 	"slices"
 
+	"github.com/verdict-proxy/verdict/internal/proxy/status"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 	"github.com/verdict-proxy/verdict/sync/reconcile"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
@@ -52,6 +53,11 @@ func (e clusterEvents) invalid(text string) {
 // missing reports that all Services do without a feature that the configuration asks for.
 func (e clusterEvents) missing(note string) {
 	e.Emit(watch.Event{Warning: true, Reason: "NotScheduled", Action: "Schedule", Note: note})
+}
+
+// stopped reports what on this host stops packets of Services.
+func (e clusterEvents) stopped(f status.Finding) {
+	e.Emit(watch.Event{Warning: true, Reason: "HostConflict", Action: "CheckHost", Note: f.What + ": " + f.Advice})
 }
 
 func (e clusterEvents) unscheduled(r *dataplane.Refused) {

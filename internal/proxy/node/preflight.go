@@ -7,8 +7,10 @@ import (
 	"sync"
 	"time"
 
+	"github.com/verdict-proxy/verdict/internal/proxy/backends"
 	"github.com/verdict-proxy/verdict/internal/proxy/preflight"
 	"github.com/verdict-proxy/verdict/internal/proxy/status"
+	"github.com/verdict-proxy/verdict/internal/proxy/takeover"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 	"github.com/verdict-proxy/verdict/sync/reconcile"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
@@ -25,6 +27,11 @@ type hostChecks struct {
 	node   func() *snapshot.Node
 	// overlaps returns where the ServiceCIDRs are used by something else; the loop logs that itself.
 	overlaps func() []dataplane.Overlap
+	// tell tells the cluster's operators of a finding.
+	tell func(status.Finding)
+	// removes says that this proxy removes what a kube-proxy has programmed, from its first transaction on: that it is
+	// there is no news then.
+	removes bool
 	// ready is closed once all Services are programmed.
 	ready func()
 	begin chan struct{}
@@ -32,11 +39,14 @@ type hostChecks struct {
 	mu    sync.Mutex
 	facts preflight.Facts
 	found []status.Finding
+	looks int
 }
 
-func newHostChecks(log *slog.Logger, policy func() dataplane.Config, node func() *snapshot.Node) *hostChecks {
-	c := &hostChecks{log: log, policy: policy, node: node, begin: make(chan struct{}),
-		facts: preflight.Facts{NodePorts: map[preflight.NodePort]snapshot.Name{}}}
+// newHostChecks returns the checks of a proxy.
+func newHostChecks(log *slog.Logger, p *proxy, opened *backends.Opened) *hostChecks {
+	c := &hostChecks{log: log, policy: p.policy, node: p.object.last.Load, tell: p.events.stopped,
+		removes: takeover.Mode(p.config.start().Takeover) == takeover.Auto, begin: make(chan struct{}),
+		facts: preflight.Facts{NodePorts: map[preflight.NodePort]snapshot.Name{}, OwnChains: opened.Named.Rules}}
 	c.ready = sync.OnceFunc(func() { close(c.begin) })
 	return c
 }
@@ -81,7 +91,7 @@ func (c *hostChecks) run(ctx context.Context) {
 	}
 }
 
-// look looks once, and logs what is new, and what is gone.
+// look looks once, logs what is new, and what is gone, and tells of what is new.
 func (c *hostChecks) look() {
 	host, err := preflight.Open()
 	if err != nil {
@@ -90,10 +100,14 @@ func (c *hostChecks) look() {
 	}
 	defer host.Close()
 	found := host.Look(c.known())
+	if c.looks++; c.looks == 1 && c.removes {
+		found = slices.DeleteFunc(found, func(f status.Finding) bool { return f.Check == preflight.SecondProxy })
+	}
 	before := c.replace(found)
 	for _, f := range found {
 		if !slices.Contains(before, f) {
 			c.log.Warn(f.What, "check", f.Check, "advice", f.Advice)
+			c.tell(f)
 		}
 	}
 	for _, f := range before {

@@ -23,7 +23,9 @@ type Host struct {
 	// bridgeCallsHooks tells for each family whether bridges pass their packets to netfilter (br_netfilter).
 	bridgeCallsHooks ipfamily.Per[bool]
 	addrs            []netip.Addr
-	forwards         ipfamily.Per[bool]
+	// devices are the indices of the devices that have the addresses.
+	devices  map[netip.Addr]int
+	forwards ipfamily.Per[bool]
 	// others are the rules of other programs, read when they are first asked; unread says why they could not be.
 	others *packets.Rules
 	unread error
@@ -35,7 +37,7 @@ func Open() (*Host, error) {
 	if err != nil {
 		return nil, fmt.Errorf("this host's routes: %w", err)
 	}
-	h := &Host{handle: handle}
+	h := &Host{handle: handle, devices: map[netip.Addr]int{}}
 	for i, f := range ipfamily.All {
 		h.bridgeCallsHooks[f] = sysctl(bridgeCalls[i]) == "1"
 		h.forwards[f] = sysctl(forwarding[i]) != "0"
@@ -48,6 +50,7 @@ func Open() (*Host, error) {
 	for _, a := range list {
 		if ip, ok := netip.AddrFromSlice(a.IP); ok {
 			h.addrs = append(h.addrs, ip.Unmap())
+			h.devices[ip.Unmap()] = a.LinkIndex
 		}
 	}
 	return h, nil
@@ -61,7 +64,8 @@ var (
 
 // sysctl reads a parameter; empty if the kernel has none of this name.
 func sysctl(name string) string {
-	text, _ := os.ReadFile("/proc/sys/" + strings.ReplaceAll(name, ".", "/"))
+	// As sysctl has it, a slash stands for a dot within a part of the name.
+	text, _ := os.ReadFile("/proc/sys/" + strings.NewReplacer(".", "/", "/", ".").Replace(name))
 	return strings.TrimSpace(string(text))
 }
 
@@ -149,7 +153,32 @@ func (h *Host) NoHairpin(bridge string, to netip.Addr) string {
 	return ""
 }
 
-// rules reads what other programs wrote into nf_tables.
+// strict reports whether the kernel drops IPv4 packets that come in by a device by which it would not send the answer.
+// Of the settings of all devices and of this one, the greater counts.
+func strict(iface string) bool {
+	const is = "1"
+	all, own := sysctl(reversePathOf("all")), sysctl(reversePathOf(iface))
+	return max(all, own) == is
+}
+
+// reversePathOf is the parameter of a device; the name of a VLAN's device may have dots.
+func reversePathOf(iface string) string {
+	return "net.ipv4.conf." + strings.ReplaceAll(iface, ".", "/") + ".rp_filter"
+}
+
+// refuses asks the kernel whether its reverse path filter drops a packet that comes in by a device.
+func (h *Host) refuses(iface string, source, to netip.Addr) bool {
+	if source.Is6() || !strict(iface) {
+		return false
+	}
+	if _, by, ok := h.Route(source); !ok || by == iface {
+		return false
+	}
+	_, err := h.handle.RouteGetWithOptions(to.AsSlice(), &netlink.RouteGetOptions{Iif: iface, SrcAddr: source.AsSlice()})
+	return errors.Is(err, unix.EXDEV) || errors.Is(err, unix.EINVAL) // since Linux 6.14, the latter
+}
+
+// rules reads what other programs wrote into nf_tables and legacy iptables.
 func (h *Host) rules() (*packets.Rules, error) {
 	if h.others == nil && h.unread == nil {
 		h.others, h.unread = packets.ReadOthers(nft.TableName, &packets.Host{Addrs: h.addrs})

@@ -72,10 +72,14 @@ func (h *Host) Before(p Packet) (stop *status.Finding, unclear string) {
 	return nil, ""
 }
 
-// decider names the rule of another program that decides about a packet, as nft -a lists it.
+// decider names the rule of another program that decides about a packet, as nft -a lists it, or iptables-legacy -L
+// --line-numbers.
 func decider(c packets.Crossing) string {
-	if c.Rule == 0 {
+	switch {
+	case c.Rule == 0:
 		return "the policy of the chain " + c.By
+	case c.Legacy:
+		return fmt.Sprintf("rule %d of the chain %s", c.Rule, c.By)
 	}
 	return fmt.Sprintf("the rule with handle %d of the chain %s", c.Rule, c.By)
 }
@@ -89,7 +93,14 @@ func (h *Host) After(p Packet, endpoint netip.AddrPort, masqueraded bool) (stop 
 	switch {
 	case err != nil:
 		return noRoute(to, err), ""
-	case p.Local || h.Local(to):
+	case p.Local:
+		return nil, ""
+	}
+	if stop = h.reversePath(p.Interface, p.Source.Addr(), to); stop != nil {
+		return stop, ""
+	}
+	switch {
+	case h.Local(to):
 		return nil, ""
 	case !h.forwards[family]:
 		return noForwarding(family), ""
@@ -98,22 +109,30 @@ func (h *Host) After(p Packet, endpoint netip.AddrPort, masqueraded bool) (stop 
 		f := plainBridge(p.Interface, family)
 		unclear = f.What + ": " + f.Advice
 	}
-	rules, err := h.rules()
-	if err != nil {
-		return nil, cmp.Or(unclear, "rules of other programs are not known: "+err.Error())
-	}
 	walked := h.walked(p, endpoint)
 	walked.Out, walked.OutIndex = link.Name, uint32(link.Index)
-	c, err := rules.Forward(walked, p.Destination)
+	stop, why := h.forward(walked, p.Destination)
+	return stop, cmp.Or(unclear, why)
+}
+
+// forward returns the rule of another program that refuses a packet which this host forwards. Before is the
+// destination that it had before it was translated.
+func (h *Host) forward(p packets.Packet, before netip.AddrPort) (stop *status.Finding, unclear string) {
+	rules, err := h.rules()
+	if err != nil {
+		return nil, "rules of other programs are not known: " + err.Error()
+	}
+	c, err := rules.Forward(p, before)
 	switch {
 	case err != nil:
-		return nil, cmp.Or(unclear, "whether another program lets it pass is not known: "+err.Error())
+		return nil, "whether another program lets it pass is not known: " + err.Error()
 	case c.Verdict == packets.Dropped, c.Verdict == packets.Rejected:
 		verb := map[packets.Verdict]string{packets.Dropped: "drops", packets.Rejected: "rejects"}[c.Verdict]
-		what := fmt.Sprintf("%s %s what this host forwards from %s to %s", decider(c), verb, p.Source.Addr(), to)
-		return &status.Finding{Check: ForwardDrop, What: what, Advice: adviceForward(c.By)}, ""
+		what := fmt.Sprintf("%s %s what this host forwards from %s to %s", decider(c), verb, p.Source.Addr(),
+			p.Destination.Addr())
+		return &status.Finding{Check: ForwardDrop, What: what, Advice: adviceForward(c.By, rules)}, ""
 	}
-	return nil, unclear
+	return nil, ""
 }
 
 // walked returns a packet as package packets follows it.
@@ -154,6 +173,22 @@ func plainBridge(bridge string, f ipfamily.Family) *status.Finding {
 			"client drops it: modprobe br_netfilter, and sysctl -w " + bridgeCalls[f] + "=1"}
 }
 
+// reversePath finds that the kernel drops what comes in by a device; nil if it does not.
+func (h *Host) reversePath(iface string, source, to netip.Addr) *status.Finding {
+	if !h.refuses(iface, source, to) {
+		return nil
+	}
+	_, by, _ := h.Route(source)
+	name := reversePathOf(iface)
+	if sysctl(name) != "1" {
+		name = reversePathOf("all")
+	}
+	return &status.Finding{Check: ReversePath,
+		What: fmt.Sprintf("%s is 1, and this host's route to %s is by %s: the kernel drops what comes from there by %s",
+			name, source, by, iface),
+		Advice: "sysctl -w " + reversePathOf(iface) + "=2 lets such packets in; or route the answers back by " + iface}
+}
+
 // adviceNATAhead says what to do about a chain that translates first.
 const adviceNATAhead = "the first chain that translates a connection decides: have its program leave the addresses " +
 	"and node ports of Services alone"
@@ -162,15 +197,21 @@ const adviceNATAhead = "the first chain that translates a connection decides: ha
 const adviceNoTrack = "NodeLocal DNSCache has such rules for the address of the cluster's DNS, at which it listens " +
 	"itself: if it runs on this host, all is well; if not, remove its rules"
 
-// adviceForward says what to do about a chain that refuses what is forwarded.
-func adviceForward(chain string) string {
+// adviceForward says what to do about a chain that refuses what is forwarded. Rules are all of other programs: Docker
+// and ufw share the chain FORWARD.
+func adviceForward(chain string, rules *packets.Rules) string {
 	switch {
-	case strings.Contains(chain, "DOCKER"), strings.HasPrefix(chain, "ip filter FORWARD"),
-		strings.HasPrefix(chain, "ip6 filter FORWARD"):
-		return "Docker sets the policy of FORWARD to drop: accept the pods' range there (iptables -I DOCKER-USER -s " +
-			"RANGE -j ACCEPT, and -d RANGE), or start Docker with ip-forward-no-drop"
 	case strings.Contains(chain, "firewalld"):
 		return "have firewalld trust the pods: firewall-cmd --permanent --zone=trusted --add-source=RANGE, and --reload"
+	case !strings.HasSuffix(chain, " filter FORWARD") && !strings.Contains(chain, "DOCKER") &&
+		!strings.Contains(chain, " filter ufw"):
+	case rules.HasChain("DOCKER-USER"):
+		return "Docker sets the policy of FORWARD to drop: accept the pods' range there (iptables -I DOCKER-USER -s " +
+			"RANGE -j ACCEPT, and -d RANGE), or start Docker with ip-forward-no-drop"
+	case rules.HasChain("ufw-user-forward"):
+		return "have ufw forward what pods send and get: ufw route allow from RANGE, and ufw route allow to RANGE"
+	default:
+		return "accept the pods' range in FORWARD: iptables -I FORWARD -s RANGE -j ACCEPT, and -d RANGE"
 	}
 	return "an accept of Verdict does not count there: have that chain accept the pods' range"
 }

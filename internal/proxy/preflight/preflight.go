@@ -8,6 +8,7 @@ import (
 	"encoding/binary"
 	"fmt"
 	"maps"
+	"net"
 	"net/netip"
 	"slices"
 	"strings"
@@ -34,6 +35,8 @@ const (
 	NoTrack      = "notrack"
 	ForwardDrop  = "forward-drop"
 	PortInUse    = "port-in-use"
+	ReversePath  = "reverse-path"
+	SecondProxy  = "second-proxy"
 )
 
 // Facts are what the checks have to know of the cluster. What is not known is not checked.
@@ -48,6 +51,8 @@ type Facts struct {
 	// NodePorts are all node ports, with a Service that has each.
 	NodePorts map[NodePort]snapshot.Name
 	Overlaps  []dataplane.Overlap
+	// OwnChains says that Verdict's own rules are chains with the names of kube-proxy's.
+	OwnChains bool
 }
 
 // NodePort is a node port of any address.
@@ -89,6 +94,9 @@ func (f *Facts) SetNode(cfg dataplane.Config, n *snapshot.Node) {
 		}
 	}
 }
+
+// SetBackend notes the backend that wrote Verdict's rules, by its name.
+func (f *Facts) SetBackend(name string) { f.OwnChains = name == "iptables" }
 
 // Clone returns a copy whose node ports are its own.
 func (f *Facts) Clone() *Facts {
@@ -150,6 +158,10 @@ func (h *Host) Look(f *Facts) (found []status.Finding) {
 		add(h.forwardDrop(f, family))
 	}
 	add(h.nodeAddress(f))
+	for _, a := range f.NodeAddrs {
+		add(h.nodeReversePath(f, a))
+	}
+	add(h.secondProxy(f))
 	for _, c := range h.natAhead() {
 		add(&status.Finding{Check: NATAhead, What: fmt.Sprintf("the chain %s translates connections before Verdict does", c),
 			Advice: adviceNATAhead})
@@ -240,6 +252,48 @@ func (h *Host) nodeAddress(f *Facts) *status.Finding {
 		What: "this host has none of its Node's addresses: " + strings.Join(absent, ", "),
 		Advice: "node ports do not answer there: is --hostname-override right, and does the kubelet's --node-ip name an " +
 			"address of this host?"}
+}
+
+// nodeReversePath asks whether the kernel takes what clients outside send to an address of the Node: it comes in by the
+// device that has the address, and goes on to a pod.
+func (h *Host) nodeReversePath(f *Facts, a netip.Addr) *status.Finding {
+	link, err := h.handle.LinkByIndex(h.devices[a])
+	if err != nil || link.Attrs().Flags&net.FlagLoopback != 0 || link.Type() == "dummy" {
+		return nil
+	}
+	to := a
+	if pods := f.Pods[ipfamily.Of(a)]; pods.IsValid() {
+		to = UnusedAddr(pods)
+	}
+	return h.reversePath(link.Attrs().Name, Outside[ipfamily.Of(a)], to)
+}
+
+// otherDevices are devices that other Service proxies make, which have the addresses of Services.
+var otherDevices = map[string]string{"kube-ipvs0": "kube-proxy in mode ipvs", "kube-dummy-if": "kube-router"}
+
+// secondProxy finds what another Service proxy has programmed here. The chains in question are only those of a
+// kube-proxy: Verdict has others for programs that need them, and takeover may keep some.
+func (h *Host) secondProxy(f *Facts) *status.Finding {
+	var what []string
+	for _, name := range slices.Sorted(maps.Keys(otherDevices)) {
+		if _, err := h.handle.LinkByName(name); err == nil {
+			what = append(what, fmt.Sprintf("the device %s of %s", name, otherDevices[name]))
+		}
+	}
+	if rules, err := h.rules(); err == nil {
+		if rules.HasTable("kube-proxy") {
+			what = append(what, "kube-proxy's table of nf_tables")
+		}
+		if !f.OwnChains && rules.HasChain("KUBE-EXTERNAL-SERVICES") {
+			what = append(what, "kube-proxy's chains of iptables")
+		}
+	}
+	if what == nil {
+		return nil
+	}
+	return &status.Finding{Check: SecondProxy,
+		What:   "another Service proxy has programmed this host: " + strings.Join(what, ", "),
+		Advice: "some connections to Services may be its own: stop it; verdict takeover removes what a kube-proxy has left"}
 }
 
 // natAhead returns the chains of others that translate destinations before Verdict does.

@@ -123,10 +123,11 @@ func TestVerify(t *testing.T) {
 			if _, _, err := b.without(&plan{chains: []string{"A", "B", "C"}}); err == nil {
 				t.Errorf("%s without chain A, and a rule that leads there", f)
 			}
-			for cut := range len(b.entries) {
-				if _, err := (&blob{family: f, valid: b.valid, hook: b.hook, underflow: b.underflow, entries: b.entries[:cut],
-					numEntries: b.numEntries}).table("nat"); err == nil {
-					t.Fatalf("%s: %d of %d bytes are a table", f, cut, len(b.entries))
+			for cut := range len(b.Entries) {
+				part := *b.Table
+				part.Entries = b.Entries[:cut]
+				if _, err := (&blob{&part}).table("nat"); err == nil {
+					t.Fatalf("%s: %d of %d bytes are a table", f, cut, len(b.Entries))
 				}
 			}
 			return nil

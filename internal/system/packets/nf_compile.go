@@ -4,6 +4,7 @@ import (
 	"encoding/binary"
 	"fmt"
 	"math/bits"
+	"slices"
 
 	"golang.org/x/sys/unix"
 
@@ -37,6 +38,8 @@ const (
 	opAddressType
 	opLocalAddress // iptables: an address is this host's
 	opMark         // iptables: the mark has a value under a mask
+	opSetMark      // iptables: some bits of the mark are set
+	opState        // iptables: the state of a connection is one of some
 	opNoTrack
 	opForward
 )
@@ -96,26 +99,38 @@ func (t *nfTable) compile(handle uint64, expressions []byte) nfRule {
 	rule := nfRule{handle: handle}
 	for _, e := range netlink.Each(expressions) {
 		name := netlink.Find(e, unix.NFTA_EXPR_NAME).Text()
-		op := t.expression(name, netlink.Decode(netlink.Find(e, unix.NFTA_EXPR_DATA)))
+		a := netlink.Decode(netlink.Find(e, unix.NFTA_EXPR_DATA))
+		if name == "match" {
+			rule.ops = append(rule.ops, compileMatch(a[unix.NFTA_MATCH_NAME].Text(), a[unix.NFTA_MATCH_REV].Big32(),
+				a[unix.NFTA_MATCH_INFO])...)
+			continue
+		}
+		op := t.expression(name, a)
 		if op.kind == opUnknown && op.unknown == "" {
 			op.unknown = name
 		}
 		if op.unknown == "" && op.overruns() {
 			op.unknown = name + " beyond the registers"
 		}
-		if op.unknown != "" {
-			op.kind = opUnknown
-		}
-		if op.kind != opNothing {
-			rule.ops = append(rule.ops, op)
-		}
+		rule.ops = append(rule.ops, op)
 	}
-	for n := len(rule.ops); n > 0 && rule.ops[n-1].unknown == "limit"; n-- { // of what does nothing here, as a log
-		rule.ops = rule.ops[:n-1]
-	}
-	findLayouts(t.family, rule.ops)
-	findHashLots(rule.ops)
+	rule.finish(t.family)
 	return rule
+}
+
+// finish leaves out what does nothing, and notes what comparisons, lookups and hashes are about.
+func (r *nfRule) finish(f ipfamily.Family) {
+	for i := range r.ops {
+		if r.ops[i].unknown != "" {
+			r.ops[i].kind = opUnknown
+		}
+	}
+	r.ops = slices.DeleteFunc(r.ops, func(op nfOp) bool { return op.kind == opNothing })
+	for n := len(r.ops); n > 0 && r.ops[n-1].unknown == "limit"; n-- { // of what does nothing here, as a log
+		r.ops = r.ops[:n-1]
+	}
+	findLayouts(f, r.ops)
+	findHashLots(r.ops)
 }
 
 // overruns reports whether an expression asks for registers that there are not.
@@ -209,10 +224,8 @@ func (t *nfTable) compileTarget(name string, a netlink.Attributes) nfOp {
 			op.unknown = "fib with another result than the type of an address"
 		}
 		return op
-	case "match":
-		return compileMatch(a)
 	case "target":
-		return compileXTarget(a)
+		return compileXTarget(a[unix.NFTA_TARGET_NAME].Text(), a[unix.NFTA_TARGET_INFO])
 	case "objref":
 		const counter = 1
 		if a[unix.NFTA_OBJREF_IMM_TYPE].Big32() == counter {
@@ -232,65 +245,6 @@ func compileExtension(a netlink.Attributes) nfOp {
 	return nfOp{kind: opVerdict, code: codeBreak}
 }
 
-// compileMatch translates a match of iptables' own: comments, and the state of a connection.
-func compileMatch(a netlink.Attributes) nfOp {
-	name, info := a[unix.NFTA_MATCH_NAME].Text(), a[unix.NFTA_MATCH_INFO]
-	switch {
-	case name == "comment":
-		return nfOp{kind: opNothing}
-	case name == "conntrack" && a[unix.NFTA_MATCH_REV].Big32() == 3 && len(info) >= 152:
-		// struct xt_conntrack_mtinfo3: 8 addresses, 2 times and 5 ports lie before the flags.
-		const flags, inverted, mask = 146, 148, 150
-		const state, isNew = 1, 1 << 3
-		if binary.NativeEndian.Uint16(info[flags:]) == state {
-			holds := binary.NativeEndian.Uint16(info[mask:])&isNew != 0
-			if holds != (binary.NativeEndian.Uint16(info[inverted:])&state != 0) {
-				return nfOp{kind: opNothing}
-			}
-			return nfOp{kind: opVerdict, code: codeBreak}
-		}
-	}
-	switch revision := a[unix.NFTA_MATCH_REV].Big32(); {
-	case name == "addrtype" && revision == 1 && len(info) >= 8:
-		// struct xt_addrtype_info_v1: a set of types for the source, one for the destination, and flags.
-		const local, invertSource, invertDestination = 1 << unix.RTN_LOCAL, 1, 2
-		source, dest := binary.NativeEndian.Uint16(info), binary.NativeEndian.Uint16(info[2:])
-		flags := binary.NativeEndian.Uint32(info[4:])
-		switch {
-		case dest == local && source == 0 && flags&^invertDestination == 0:
-			return nfOp{kind: opLocalAddress, inverted: flags != 0}
-		case source == local && dest == 0 && flags&^invertSource == 0:
-			return nfOp{kind: opLocalAddress, inverted: flags != 0, what: 1}
-		}
-	case name == "mark" && revision == 1 && len(info) >= 9:
-		// struct xt_mark_mtinfo1: mark, mask, and whether the match is inverted.
-		return nfOp{kind: opMark, seed: binary.NativeEndian.Uint32(info), modulus: binary.NativeEndian.Uint32(info[4:]),
-			inverted: info[8] != 0}
-	}
-	return nfOp{unknown: "match " + name}
-}
-
-// compileXTarget translates a target of iptables' own.
-func compileXTarget(a netlink.Attributes) nfOp {
-	switch name := a[unix.NFTA_TARGET_NAME].Text(); name {
-	case "REJECT":
-		return nfOp{kind: opReject, n: 3}
-	case "LOG", "NFLOG":
-		return nfOp{kind: opNothing}
-	case "NOTRACK":
-		return nfOp{kind: opNoTrack}
-	case "CT":
-		// struct xt_ct_target_info begins with flags; alias says that iptables lists it as NOTRACK.
-		const noTrack, alias = 1, 2
-		if info := a[unix.NFTA_TARGET_INFO]; len(info) >= 2 && binary.NativeEndian.Uint16(info)&^alias == noTrack {
-			return nfOp{kind: opNoTrack}
-		}
-		return nfOp{unknown: "target CT"}
-	default:
-		return nfOp{unknown: "target " + name}
-	}
-}
-
 func clone(v []byte) []byte { return append([]byte(nil), v...) }
 
 func compileMeta(a netlink.Attributes) nfOp {
@@ -306,7 +260,8 @@ func compileMeta(a netlink.Attributes) nfOp {
 	op.dest = register(a[unix.NFTA_META_DREG])
 	switch key {
 	case unix.NFT_META_PROTOCOL, unix.NFT_META_NFPROTO, unix.NFT_META_L4PROTO, unix.NFT_META_PRIORITY, unix.NFT_META_MARK,
-		unix.NFT_META_IIF, unix.NFT_META_IIFNAME, unix.NFT_META_OIF, unix.NFT_META_OIFNAME, unix.NFT_META_IIFTYPE:
+		unix.NFT_META_IIF, unix.NFT_META_IIFNAME, unix.NFT_META_OIF, unix.NFT_META_OIFNAME, unix.NFT_META_IIFTYPE,
+		unix.NFT_META_PKTTYPE:
 	default:
 		op.unknown = fmt.Sprintf("meta key %d", key)
 	}

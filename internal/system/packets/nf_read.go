@@ -39,7 +39,9 @@ const (
 type nfTable struct {
 	family ipfamily.Family
 	// both says that it is one of the family inet, as IPv4 or IPv6 packets see it.
-	both    bool
+	both bool
+	// legacy says that it is one of legacy iptables.
+	legacy  bool
 	name    string
 	chains  map[string]*nfChain
 	sets    map[string]*nfSet

@@ -467,6 +467,11 @@ func (w *walker) meta(m *machine, op *nfOp) (result, error) {
 		m.load(op.dest, native32(m.mark))
 	case unix.NFT_META_IIF, unix.NFT_META_IIFNAME, unix.NFT_META_OIF, unix.NFT_META_OIFNAME:
 		return w.loadLink(m, op)
+	case unix.NFT_META_PKTTYPE:
+		if m.hook != hookIngress {
+			return noMatch, errors.New("for whom the frame is, is not known")
+		}
+		m.load(op.dest, []byte{unix.PACKET_HOST})
 	case unix.NFT_META_IIFTYPE:
 		if m.hook != hookIngress {
 			return noMatch, errors.New("the type of the interface is not known")
@@ -703,8 +708,8 @@ func (w *walker) act(m *machine, op *nfOp) (result, error) {
 		return match(w.rules.host.local(a) != op.inverted)
 	case opNoTrack:
 		w.noTrack(m)
-	case opMark:
-		return match((m.mark&op.modulus == op.seed) != op.inverted)
+	case opMark, opSetMark, opState:
+		return w.xtables(m, op)
 	case opUnknown:
 		return noMatch, fmt.Errorf("what %s does is not known", op.unknown)
 	}
@@ -738,6 +743,37 @@ func (w *walker) before(m *machine) bool {
 	}
 	first := (m.hook == hookPrerouting || m.hook == hookOutput) && !m.looped
 	return first && w.rules.hooks[w.family][m.hook][m.base].at() < conntrackPriority
+}
+
+// xtables carries out what only iptables has.
+func (w *walker) xtables(m *machine, op *nfOp) (result, error) {
+	switch op.kind {
+	case opMark:
+		return match((m.mark&op.modulus == op.seed) != op.inverted)
+	case opState:
+		return match((w.states(m)&op.seed != 0) != op.inverted)
+	}
+	m.mark = m.mark&^op.modulus ^ op.seed
+	return goOn, nil
+}
+
+// states returns the state of the packet's connection as iptables' match conntrack has it, by bits.
+func (w *walker) states(m *machine) (bits uint32) {
+	const invalid, isNew, sourceNAT, destinationNAT, untracked = 1, 1 << 3, 1 << 6, 1 << 7, 1 << 8
+	switch {
+	case m.untracked:
+		return untracked
+	case w.before(m):
+		return invalid
+	}
+	bits = isNew
+	if w.destination(m) != netip.AddrPortFrom(m.origDest, m.origPort) { // to what it was is no translation
+		bits |= destinationNAT
+	}
+	if m.masquerade {
+		bits |= sourceNAT
+	}
+	return bits
 }
 
 func (w *walker) conntrack(m *machine, op *nfOp) (result, error) {

@@ -14,8 +14,8 @@ import (
 )
 
 // ReadOthers reads the tables of nf_tables, of the families ip, ip6 and inet, that have a chain by which packets come
-// in, are sent, forwarded or translated, but for those of a name, in the network namespace of the calling thread. A
-// kernel without nf_tables has none.
+// in, are sent, forwarded or translated, but for those of a name, and the tables raw, mangle and filter of legacy
+// iptables, in the network namespace of the calling thread. A kernel without nf_tables has none of the former.
 func ReadOthers(name string, host *Host) (*Rules, error) {
 	c, err := netlink.Dial(unix.NETLINK_NETFILTER, 0)
 	if err != nil {
@@ -24,16 +24,16 @@ func ReadOthers(name string, host *Host) (*Rules, error) {
 	defer c.Close()
 	r := reader{Conn: c, digest: sha256.New(), rules: &Rules{host: host}}
 	tables, err := r.others(name)
-	if errors.Is(err, unix.EINVAL) || errors.Is(err, unix.EOPNOTSUPP) {
-		return r.rules, nil
-	}
-	if err != nil {
+	if err != nil && !errors.Is(err, unix.EINVAL) && !errors.Is(err, unix.EOPNOTSUPP) {
 		return nil, fmt.Errorf("read nf_tables: %w", err)
 	}
 	for _, t := range tables {
 		if err := r.other(t); err != nil {
 			return nil, fmt.Errorf("read table %s of nf_tables: %w", t.name, err)
 		}
+	}
+	if err := r.legacy(); err != nil {
+		return nil, err
 	}
 	r.rules.order()
 	return r.rules, nil
@@ -101,9 +101,11 @@ type Crossing struct {
 	// tracking from it, so that nothing translates it.
 	To        netip.AddrPort
 	Untracked bool
-	// By names the chain that decided, and Rule the handle of its rule, 0 for the policy; unset if nothing did.
-	By   string
-	Rule uint64
+	// By names the chain that decided, and Rule the handle of its rule, 0 for the policy; unset if nothing did. Legacy
+	// says that it is a chain of legacy iptables, in which Rule is the number of the rule.
+	By     string
+	Rule   uint64
+	Legacy bool
 }
 
 // Forward follows a packet through the forward hook. Before is the destination that it had before a rule elsewhere
@@ -142,7 +144,7 @@ func (r *Rules) cross(p Packet, hook int, before netip.AddrPort, only func(*nfCh
 	}
 	c.Untracked = w.untracked && c.Verdict == Untouched
 	if w.by != nil && (c.Untracked || c.Verdict != Untouched) {
-		c.By, c.Rule = w.by.table.place()+" "+w.by.name, w.handle
+		c.By, c.Rule, c.Legacy = w.by.table.place()+" "+w.by.name, w.handle, w.by.table.legacy
 	}
 	return c, nil
 }
@@ -150,12 +152,29 @@ func (r *Rules) cross(p Packet, hook int, before netip.AddrPort, only func(*nfCh
 // ahead reports whether a chain translates destinations before those at a priority do.
 func (c *nfChain) ahead(priority int32) bool { return c.nat && c.priority < priority }
 
-// place names a table as nft does.
+// place names a table as nft does, or by the program that lists it.
 func (t *nfTable) place() string {
-	if t.both {
+	switch {
+	case t.legacy:
+		return t.family.NFT() + "tables-legacy " + t.name
+	case t.both:
 		return "inet " + t.name
 	}
 	return t.family.NFT() + " " + t.name
+}
+
+// HasTable reports whether one of the tables of nf_tables has a name.
+func (r *Rules) HasTable(name string) bool {
+	return r.any(func(t *nfTable) bool { return t.name == name && !t.legacy })
+}
+
+// HasChain reports whether one of the tables has a chain.
+func (r *Rules) HasChain(name string) bool {
+	return r.any(func(t *nfTable) bool { return t.chains[name] != nil })
+}
+
+func (r *Rules) any(is func(*nfTable) bool) bool {
+	return slices.ContainsFunc(slices.Concat(r.tables[:]...), is)
 }
 
 // Translators returns the base chains with rules that translate destinations before those at a priority do.
