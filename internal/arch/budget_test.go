@@ -12,7 +12,7 @@ var budget = map[string]int{
 	"cmd":              4_810,
 	"nft":              19_530,
 	"ipvsplugin":       3_270,
-	"sync":             16_780,
+	"sync":             16_200,
 	"internal/system":  8_340,
 	"internal/proxy":   28_460,
 	"internal/answers": 15_390,
