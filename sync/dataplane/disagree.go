@@ -73,7 +73,7 @@ func (t *Trace) onwardDisagreements(x *Explanation) (out []Disagreement) {
 			if off(own, want) {
 				out = append(out, Disagreement{Objects: percentOf(want) + " stay here", Kernel: percentOf(own)})
 			}
-		case !held && !x.Onward.ByAddr:
+		case !held && !x.Onward.ByAddr && want > 0:
 			out = append(out, Disagreement{Endpoint: at, Objects: there, Kernel: not})
 		case held && off(is, want):
 			out = append(out, Disagreement{Endpoint: at, Objects: percentOf(want), Kernel: percentOf(is)})

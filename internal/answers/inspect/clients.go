@@ -33,7 +33,7 @@ func nodesOf(x *dataplane.Explanation) (list []NodeShare) {
 		return nil
 	}
 	for i, n := range x.Onward.Nodes {
-		if !n.Own {
+		if !n.Own && n.Weight > 0 {
 			list = append(list, NodeShare{n.Name, n.Addr, x.Onward.Share(i)})
 		}
 	}

@@ -260,7 +260,8 @@ func compileMeta(a netlink.Attributes) nfOp {
 	op.dest = register(a[unix.NFTA_META_DREG])
 	switch key {
 	case unix.NFT_META_PROTOCOL, unix.NFT_META_NFPROTO, unix.NFT_META_L4PROTO, unix.NFT_META_PRIORITY, unix.NFT_META_MARK,
-		unix.NFT_META_IIF, unix.NFT_META_IIFNAME, unix.NFT_META_OIF, unix.NFT_META_OIFNAME, unix.NFT_META_IIFTYPE:
+		unix.NFT_META_IIF, unix.NFT_META_IIFNAME, unix.NFT_META_OIF, unix.NFT_META_OIFNAME, unix.NFT_META_IIFTYPE,
+		unix.NFT_META_PKTTYPE:
 	default:
 		op.unknown = fmt.Sprintf("meta key %d", key)
 	}

@@ -467,6 +467,11 @@ func (w *walker) meta(m *machine, op *nfOp) (result, error) {
 		m.load(op.dest, native32(m.mark))
 	case unix.NFT_META_IIF, unix.NFT_META_IIFNAME, unix.NFT_META_OIF, unix.NFT_META_OIFNAME:
 		return w.loadLink(m, op)
+	case unix.NFT_META_PKTTYPE:
+		if m.hook != hookIngress {
+			return noMatch, errors.New("for whom the frame is, is not known")
+		}
+		m.load(op.dest, []byte{unix.PACKET_HOST})
 	case unix.NFT_META_IIFTYPE:
 		if m.hook != hookIngress {
 			return noMatch, errors.New("the type of the interface is not known")
