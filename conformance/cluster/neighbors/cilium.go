@@ -68,9 +68,11 @@ spec:
         - |
           mount --bind /proc/sys/kernel /proc/sys/kernel
           mount -o remount,bind,ro /proc/sys/kernel
+          mkdir /library
+          cp -r /cilium/bpf /library/
           exec /program/cilium-agent "$@"
         - cilium-agent
-        - --lib-dir=/cilium
+        - --lib-dir=/library
         - --state-dir=/run/cilium
         - --socket-path=/run/cilium/cilium.sock
         - --write-cni-conf-when-ready=/host/cni/05-cilium.conflist

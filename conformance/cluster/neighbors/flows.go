@@ -52,15 +52,14 @@ func (b *Bed) Run(ctx context.Context, proxy string) (*Result, error) {
 	}
 	r := &Result{Proxy: proxy, Flows: len(flows)}
 	// Service proxies, speakers and engines of policies need some time. What fails still then is counted below.
-	err = cluster.Wait(ctx, time.Minute, "all flows are as they should be", func() error {
+	if err := cluster.Wait(ctx, time.Minute, "all flows are as they should be", func() error {
 		try := &Result{}
 		err := b.send(ctx, flows, 1, try)
 		if err == nil && len(try.Wrong) > 0 {
 			err = errors.New(strings.Join(try.Wrong, "\n"))
 		}
 		return err
-	})
-	if err != nil {
+	}); err != nil {
 		b.Log("%v", err)
 	}
 	if err := b.send(ctx, flows, connectionsOfFlow, r); err != nil {

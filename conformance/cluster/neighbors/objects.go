@@ -43,7 +43,7 @@ func objects() string {
 			all.WriteString(pod(namespace, name, i, fmt.Sprintf("app: server, place: node-%d", i), "serve", ":8080"))
 		}
 	}
-	all.WriteString(strings.Replace(pod(space, "host-server", 2, "app: host-server", "serve", ":8081"),
+	all.WriteString(strings.Replace(pod(space, "host-server", 2, "app: host-server", "serve", ":18081"),
 		"spec:", "spec:\n  hostNetwork: true", 1))
 	for name, in := range podClients {
 		if name != "server" {
@@ -57,7 +57,7 @@ func objects() string {
 		{space, "near", fmt.Sprintf(internal, "app: server, place: node-1", 8080)},
 		{space, "far", fmt.Sprintf(internal, "app: server, place: node-2", 8080)},
 		{space, "inside", "internalTrafficPolicy: Local, " + fmt.Sprintf(internal, "app: server", 8080)},
-		{space, "host", fmt.Sprintf(internal, "app: host-server", 8081)},
+		{space, "host", fmt.Sprintf(internal, "app: host-server", 18081)},
 		{guarded, "near", fmt.Sprintf(balanced, "app: server, place: node-1", portGuarded, 80)},
 		{guarded, "far", fmt.Sprintf(internal, "app: server, place: node-2", 8080)},
 		{guarded, "local", "externalTrafficPolicy: Local, " +

@@ -45,6 +45,17 @@ func (b *Bed) useVerdict(ctx context.Context) error {
 }
 
 func (b *Bed) useKubeProxy(ctx context.Context) error {
+	// Verdict would take over from a kube-proxy. Its tables stay until the cleanup removes them.
+	if _, err := b.Kubectl(ctx, "-n", system, "delete", "daemonset", "verdict", "--ignore-not-found", "--wait=true",
+		"--cascade=foreground"); err != nil {
+		return err
+	}
+	if err := b.InstallCleanup(ctx, cluster.VerdictImage); err != nil {
+		return err
+	}
+	if err := errors.Join(b.tablesGone(ctx, "verdict"), b.DeleteOverlay(ctx)); err != nil {
+		return err
+	}
 	for _, n := range b.Nodes {
 		if _, err := b.Kubectl(ctx, "label", "--overwrite", "node", n.Name, "kube-proxy=wanted"); err != nil {
 			return err
@@ -56,6 +67,11 @@ func (b *Bed) useKubeProxy(ctx context.Context) error {
 	if _, err := b.Kubectl(ctx, "-n", system, "rollout", "status", "daemonset/kube-proxy", "--timeout=3m"); err != nil {
 		return err
 	}
+	return b.kubeProxyReady(ctx)
+}
+
+// kubeProxyReady waits until kube-proxy has programmed a Service on all nodes.
+func (b *Bed) kubeProxyReady(ctx context.Context) error {
 	ips, _, err := b.service(ctx, space, "both")
 	if err != nil {
 		return err
@@ -71,15 +87,7 @@ func (b *Bed) useKubeProxy(ctx context.Context) error {
 			return err
 		}
 	}
-	// Verdict's tables stay until the cleanup removes them.
-	if _, err := b.Kubectl(ctx, "-n", system, "delete", "daemonset", "verdict", "--ignore-not-found", "--wait=true",
-		"--cascade=foreground"); err != nil {
-		return err
-	}
-	if err := b.InstallCleanup(ctx, cluster.VerdictImage); err != nil {
-		return err
-	}
-	return errors.Join(b.tablesGone(ctx, "verdict"), b.DeleteOverlay(ctx))
+	return nil
 }
 
 // tablesGone waits until no node has a table whose name begins so.
