@@ -58,6 +58,10 @@ func NewBed(ctx context.Context, c *cluster.Cluster) (*Bed, error) {
 	if err := c.Apply(ctx, objects()); err != nil {
 		return nil, err
 	}
+	// A run that was interrupted has left some.
+	if _, err := c.Kubectl(ctx, "-n", guarded, "delete", "networkpolicy", "--all"); err != nil {
+		return nil, err
+	}
 	for _, namespace := range []string{space, guarded, friendly, foreign} {
 		if _, err := c.Kubectl(ctx, "-n", namespace, "wait", "pod", "--all", "--for=condition=Ready",
 			"--timeout=2m"); err != nil {

@@ -34,11 +34,12 @@ func (b *Bed) useVerdict(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	if _, err := b.Kubectl(ctx, "-n", system, "rollout", "status", "daemonset/verdict", "--timeout=3m"); err != nil {
-		return err
-	}
 	if _, err := b.Kubectl(ctx, "-n", system, "delete", "daemonset", "kube-proxy", "--ignore-not-found", "--wait=true",
 		"--cascade=foreground"); err != nil {
+		return err
+	}
+	// Before, kube-proxy has the port at which a kubelet asks whether Verdict is ready.
+	if _, err := b.Kubectl(ctx, "-n", system, "rollout", "status", "daemonset/verdict", "--timeout=3m"); err != nil {
 		return err
 	}
 	return b.tablesGone(ctx, "kube-proxy")
