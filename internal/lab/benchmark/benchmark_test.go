@@ -98,7 +98,7 @@ func text(t *testing.T, r Result) string {
 func printed(t *testing.T, r Result, words ...string) {
 	t.Helper()
 	out := text(t, r)
-	for _, n := range append(words, "50 Services with 3 endpoints each", "419 elements") {
+	for _, n := range append(words, "50 Services with 3 endpoints each", "421 elements") {
 		if !strings.Contains(out, n) {
 			t.Errorf("%q is not in what is printed:\n%s", n, out)
 		}
