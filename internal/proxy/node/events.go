@@ -26,7 +26,8 @@ func (e clusterEvents) listener() reconcile.Listener {
 		Committed: e.committed}
 }
 
-// committed reports Services that ask to keep their clients' addresses and do not, once for each reason.
+// committed reports Services that ask to keep their clients' addresses and do not, once for each reason. Where the
+// operator allows none to, a tenant's annotation is worth no event of each node.
 func (e clusterEvents) committed(c reconcile.Commit) {
 	if e.Events == nil {
 		return
@@ -34,7 +35,7 @@ func (e clusterEvents) committed(c reconcile.Commit) {
 	left := maxEvents
 	for i, after := range c.After {
 		why := after.NotKept()
-		if why == dataplane.KeptOrNotAsked || why == c.Before[i].NotKept() {
+		if why == dataplane.KeptOrNotAsked || why == dataplane.NotKeptOff || why == c.Before[i].NotKept() {
 			continue
 		}
 		if left--; left < 0 {

@@ -50,7 +50,7 @@ func TestClientAddressNotKept(t *testing.T) {
 	for _, next := range []*dataplane.Service{
 		is(dataplane.NotKeptNowhere), is(dataplane.KeptOrNotAsked, dataplane.NotKeptOffLink),
 		is(dataplane.NotKeptOffLink, dataplane.NotKeptOffLink), is(dataplane.NotKeptFailed), is(dataplane.KeptOrNotAsked),
-		nil,
+		is(dataplane.NotKeptOff), nil,
 	} {
 		e.listener().Committed(reconcile.Commit{Before: []*dataplane.Service{last}, After: []*dataplane.Service{next}})
 		last = next

@@ -9,7 +9,6 @@ import (
 	"net/netip"
 	"os"
 	"os/signal"
-	"runtime/debug"
 	"sync"
 	"sync/atomic"
 	"syscall"
@@ -161,8 +160,6 @@ type proxy struct {
 	updates chan configUpdate
 	// programmed is true once all Services are programmed. Nothing else on the host is changed before.
 	programmed atomic.Bool
-	// freed is true once the memory that it took to program them was returned to the system.
-	freed atomic.Bool
 	// ready tells the supervisor so, once.
 	ready func()
 	// services is the number of Services at the last transaction.
@@ -377,11 +374,4 @@ func (p *proxy) written(ctx context.Context, t reconcile.Transaction) {
 		setSysctls(p.config.host, s, p.config.log)
 		p.object.records.setSysctls()
 	}
-	if t.Services >= manyServices && len(t.Left) == 0 && !p.freed.Swap(true) {
-		go debug.FreeOSMemory()
-	}
 }
-
-// manyServices is how many Services leave so much garbage when they are programmed for the first time that its memory
-// is returned to the system at once. With 10,000 Services of 10 endpoints that is a third of what is resident then.
-const manyServices = 1000
