@@ -142,6 +142,30 @@ func (s *segment) tooBig(f ipfamily.Family) {
 	narrow("1500")
 }
 
+// TestClientAddressRefused: while the kernel takes no rules at the ingress of the device, all else is written, the
+// receipts say so, and why, and once a state has another device, clients keep their addresses.
+func TestClientAddressRefused(t *testing.T) {
+	s := newSegment(t)
+	s.learn(s.service(nil, 1, 2))
+	a := s.nodes[0]
+	labtest.Run(t, a.Host, "", "ip", "link", "add", "eth1", "type", "veth")
+	labtest.FillIngress(t, a.Host, "eth1")
+	d := s.service(nil, 1)
+	d.Link = s.link(a)
+	d.Link.Device, d.Link.Index = "eth1", 9
+	for _, news := range []snapshot.Delta{d, s.service(nil, 1, 2)} {
+		if r := a.apply(t, news).Refused; r == nil || r.Device != "eth1" || r.Index != 9 || r.Err == nil {
+			t.Errorf("that the kernel refuses the device is told as %+v", r)
+		}
+		s.dial(snapshot.TCP, ipfamily.IPv4, 10, false)
+	}
+	if r := a.apply(t, snapshot.Delta{Link: s.link(a)}).Refused; r != nil {
+		t.Errorf("the kernel refuses eth0: %+v", r)
+	}
+	s.dial(snapshot.TCP, ipfamily.IPv4, 10, true)
+	quiet(t, a.backend)
+}
+
 // TestClientAddressWithoutDevice: while the device is not there, all else is written, and once a state has one that is,
 // clients keep their addresses.
 func TestClientAddressWithoutDevice(t *testing.T) {

@@ -39,7 +39,7 @@ type NotKept uint8
 const (
 	// KeptOrNotAsked: it does, or nobody asks for it, or externalTrafficPolicy is Local.
 	KeptOrNotAsked NotKept = iota
-	// NotKeptBackend: the node's backend or kernel cannot (Config.CannotKeep).
+	// NotKeptBackend: the node's backend or kernel cannot (Config.CannotKeep), or not at this device (Link.Refused).
 	NotKeptBackend
 	// NotKeptDevice: no device of Ethernet has this node's address.
 	NotKeptDevice
@@ -62,7 +62,7 @@ var notKeptNames = [...]string{"", "backend", "device", "off-link", "scheduled",
 // String returns a word for the reason; empty for KeptOrNotAsked.
 func (n NotKept) String() string { return notKeptNames[n] }
 
-var notKeptTexts = [...]string{"", "this node's backend or kernel cannot forward packets untranslated",
+var notKeptTexts = [...]string{"", "this node's backend, kernel or device cannot forward packets untranslated",
 	"this node's address is on no Ethernet device",
 	"a node with endpoints is not on this node's link, or is unknown",
 	"IPVS chooses its endpoints, or other Services serve it",
