@@ -2,6 +2,8 @@ package kernel
 
 import (
 	"context"
+	"errors"
+	"fmt"
 	"io"
 	"regexp"
 	"strings"
@@ -140,6 +142,32 @@ func (s *segment) tooBig(f ipfamily.Family) {
 		s.t.Fatalf("%s: %d bytes came back: %v", f, n, err)
 	}
 	narrow("1500")
+}
+
+// TestClientAddressPrinted: of flows that rules remember, a bounded number is printed, and how many there are beside.
+// nft loads the text.
+func TestClientAddressPrinted(t *testing.T) {
+	s := newSegment(t)
+	s.learn(s.service(nil, 1, 2))
+	a := s.nodes[0]
+	const flows = printMost + 1234
+	text := "add element netdev verdict kept-flows {"
+	for i := range flows {
+		text += fmt.Sprintf(" %d . %[1]d timeout 300s : 4000:0010,", i)
+	}
+	labtest.Run(t, a.Host, text+"}\n", "nft", "-f", "-")
+	var printed strings.Builder
+	labtest.Check(t, a.Host.Do(func() error {
+		i, err := Inspect()
+		labtest.Check(t, err)
+		return errors.Join(i.Print(t.Context(), &printed), i.Close())
+	}))
+	if n := strings.Count(printed.String(), "timeout 5m expires"); n != printMost ||
+		!strings.Contains(printed.String(), fmt.Sprintf("# and %d elements more", flows-printMost)) {
+		t.Errorf("%d of %d flows are printed", n, flows)
+	}
+	at := strings.Index(printed.String(), "table netdev verdict {")
+	labtest.Run(t, s.Outside, printed.String()[at:], labtest.Nfts(t)[0].Path, "-f", "-")
 }
 
 // TestClientAddressRefused: while the kernel takes no rules at the ingress of the device, all else is written, the

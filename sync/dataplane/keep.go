@@ -138,12 +138,14 @@ func (k *Keep) OwnShare() float64 {
 }
 
 // Share returns the share of one of the Nodes.
-func (k *Keep) Share(i int) float64 {
-	sum := uint64(0)
+func (k *Keep) Share(i int) float64 { return float64(k.Nodes[i].Weight) / float64(k.Weight()) }
+
+// Weight returns the sum of the Nodes' weights.
+func (k *Keep) Weight() (sum uint64) {
 	for _, n := range k.Nodes {
 		sum += uint64(n.Weight)
 	}
-	return float64(k.Nodes[i].Weight) / float64(sum)
+	return sum
 }
 
 func (k *Keep) equal(o *Keep) bool {
