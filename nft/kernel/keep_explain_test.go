@@ -86,9 +86,9 @@ func (s *segment) nodeOf(pod netip.Addr) int {
 	})
 }
 
-// TestClientAddressExplained: what explain says agrees with what becomes of real connections, of many clients, protocols
-// and both families: at a node that forwards all, at one that has a share of its own, at one to which others forward,
-// and at one that masquerades since it does not reach another.
+// TestClientAddressExplained: what explain says agrees with what becomes of many real connections of both protocols and
+// families: at a node that forwards all, at one that has a share of its own, at one to which others forward, and at one
+// that masquerades since it does not know another.
 func TestClientAddressExplained(t *testing.T) {
 	s := newSegment(t)
 	for _, f := range ipfamily.All {
