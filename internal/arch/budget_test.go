@@ -10,11 +10,11 @@ import (
 // in the commit what the lines are for, and what they replace.
 var budget = map[string]int{
 	"cmd":              4_810,
-	"nft":              19_530,
+	"nft":              19_590,
 	"ipvsplugin":       3_270,
-	"sync":             16_200,
+	"sync":             16_220,
 	"internal/system":  8_340,
-	"internal/proxy":   28_460,
+	"internal/proxy":   28_450,
 	"internal/answers": 15_390,
 	"internal/gateway": 3_820,
 	"internal/lab":     10_770,
