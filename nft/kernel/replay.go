@@ -106,7 +106,7 @@ func (t *replayed) dropIngress() {
 }
 
 func isIngressChain(name string) bool {
-	return slices.ContainsFunc(nft.IngressChains(ipfamily.IPv4, ""), func(c nft.Chain) bool { return c.ID.Name() == name })
+	return slices.ContainsFunc(nft.IngressChains(""), func(c nft.Chain) bool { return c.ID.Name() == name })
 }
 
 // revisionChange is what a batch does to the revision of a table: the number before it, which it deletes, and its own.

@@ -107,7 +107,7 @@ func (a *Answer) noteClients(x *dataplane.Explanation) {
 		note("the sender is in none of the Service's loadBalancerSourceRanges: the next node drops the packet")
 	case x.Onward != nil && x.Onward.OwnShare() > 0:
 		note("what another node has forwarded to this one is all translated here")
-	case x.Onward == nil && x.Frontend.Kept && x.Port.Keep != nil:
+	case x.Onward == nil && x.Frontend.Kept && x.Port.Keep.Divides():
 		note("it comes from another node, or by another device: it is not forwarded again")
 	case unasked && outer(x) && why != dataplane.KeptOrNotAsked && why != dataplane.NotKeptNowhere:
 		note("clients of this Service do not keep their addresses on this node: " + why.Text())
