@@ -10,7 +10,7 @@ import (
 // in the commit what the lines are for, and what they replace.
 var budget = map[string]int{
 	"cmd":              4_810,
-	"nft":              19_590,
+	"nft":              19_650,
 	"ipvsplugin":       3_270,
 	"sync":             16_250,
 	"internal/system":  8_400,
