@@ -94,6 +94,7 @@ var (
 	recentKey   = Concat{Fields: []Field{SourcePort, SenderHash, FrontendHash}, Mod: hashModulus}
 	fragmentKey = Concat{Fields: []Field{FragmentHash}, Mod: hashModulus}
 	toMember    = Forward{Key: wholeKey, Map: KeptNodes}
+	here        = Rule{SetLookup{Key: wholeKey, Set: KeptOwn}, ClearPriority{}, Accept{}}
 )
 
 // What rules write of a flow, and of a datagram in fragments.
@@ -124,8 +125,7 @@ func keepChains(s Structure) []Chain {
 		Chain{ID: KeepFlow.id(), Comment: "packets to frontends that keep their clients' addresses", Rules: []Rule{
 			{OfFamily{}, FirstFragment{}, Goto{KeepFind.id()}},
 			{TCPFlags{Of: FlagSYN | FlagACK, Are: FlagSYN}, Goto{KeepNew.id()}},
-			{OfFamily{}, Ethernet{}, SetPriority{Key: recentKey, Map: KeptRecent}, toMember},
-			find(KeepFind)}},
+			{OfFamily{}, Ethernet{}, SetPriority{Key: recentKey, Map: KeptRecent}, toMember}, here, find(KeepFind)}},
 		Chain{ID: KeepFragments.id(), Comment: "fragments without ports follow the first one",
 			Rules: []Rule{fromNode, follow(fragmentKey, KeptFragments, KeepForward), {Accept{}}}},
 		Chain{ID: KeepErrors.id(), Comment: "ICMP errors follow the flow that they quote",
@@ -163,7 +163,7 @@ func sendChains(find func(then ChainKind) Rule) []Chain {
 			Rules: append([]Rule{find(KeepShare)}, onward...)},
 		{ID: KeepKnown.id(), Comment: "flows that were here before", Rules: []Rule{{OfFamily{}, keptFlow},
 			{OfFamily{}, Ethernet{}, keptRecent}, fragments, {toMember},
-			{SetLookup{Key: wholeKey, Set: KeptOwn}, ClearPriority{}, Accept{}}, {Goto{KeepShareAgain.id()}}}},
+			here, {Goto{KeepShareAgain.id()}}}},
 	}
 }
 
