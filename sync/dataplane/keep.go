@@ -42,7 +42,7 @@ type NotKept uint8
 const (
 	// KeptOrNotAsked: it does, or nobody asks for it, or externalTrafficPolicy is Local.
 	KeptOrNotAsked NotKept = iota
-	// NotKeptBackend: the node's backend or kernel cannot (Config.CannotKeep).
+	// NotKeptBackend: the node's backend or kernel cannot (Config.CannotKeep), or not at this device (Link.Refused).
 	NotKeptBackend
 	// NotKeptDevice: no device of Ethernet has this node's address.
 	NotKeptDevice
@@ -65,7 +65,7 @@ var notKeptNames = [...]string{"", "backend", "device", "off-link", "scheduled",
 // String returns a word for the reason; empty for KeptOrNotAsked.
 func (n NotKept) String() string { return notKeptNames[n] }
 
-var notKeptTexts = [...]string{"", "this node's backend or kernel cannot forward packets untranslated",
+var notKeptTexts = [...]string{"", "this node's backend, kernel or device cannot forward packets untranslated",
 	"this node's address is on no Ethernet device",
 	"a node with endpoints is not on this node's link, or is unknown",
 	"IPVS chooses its endpoints, or other Services serve it",
@@ -146,12 +146,14 @@ func (k *Keep) OwnShare() float64 {
 }
 
 // Share returns the share of one of the Nodes.
-func (k *Keep) Share(i int) float64 {
-	sum := uint64(0)
+func (k *Keep) Share(i int) float64 { return float64(k.Nodes[i].Weight) / float64(k.Weight()) }
+
+// Weight returns the sum of the Nodes' weights.
+func (k *Keep) Weight() (sum uint64) {
 	for _, n := range k.Nodes {
 		sum += uint64(n.Weight)
 	}
-	return float64(k.Nodes[i].Weight) / float64(sum)
+	return sum
 }
 
 func (k *Keep) equal(o *Keep) bool {

@@ -117,6 +117,8 @@ func TestKeep(t *testing.T) {
 		"backend": {on: []string{"b"}, why: NotKeptBackend, edit: func(_ *snapshot.Snapshot, c *Config) {
 			c.CannotKeep = true
 		}},
+		"a device that the kernel refuses": {on: []string{"b"}, why: NotKeptBackend,
+			edit: func(s *snapshot.Snapshot, _ *Config) { s.Link.Refused = true }},
 		"not asked": {on: []string{"b"}, edit: func(s *snapshot.Snapshot, _ *Config) {
 			service(s).ClientAddress = snapshot.ClientAddressDefault
 		}},

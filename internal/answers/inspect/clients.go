@@ -139,7 +139,7 @@ func (o *Objects) addLink(nodes map[string][]netip.Addr, here bool, settings *da
 	if !o.asksNodes() || len(nodes) == 0 {
 		return nil
 	}
-	link := snapshot.Link{Device: snapshot.AnyDevice, Nodes: map[string]snapshot.Neighbour{}}
+	link := AllNeighbours(snapshot.AnyDevice, nodes)
 	if here {
 		own := slices.Clone(o.Snap.Node.Addresses)
 		if o.Config.NodeIP.IsValid() {
@@ -148,16 +148,6 @@ func (o *Objects) addLink(nodes map[string][]netip.Addr, here bool, settings *da
 		var err error
 		if link, err = watch.NewLink(func() []netip.Addr { return own }, nil).Look(nodes); err != nil {
 			return fmt.Errorf("neighbours: %w", err)
-		}
-	} else {
-		for name, addrs := range nodes {
-			n := snapshot.Neighbour{}
-			for _, f := range ipfamily.All {
-				if i := slices.IndexFunc(addrs, f.Has); i >= 0 {
-					n.Addrs[f] = addrs[i]
-				}
-			}
-			link.Nodes[name] = n
 		}
 	}
 	if settings != nil && link.Device != "" && len(settings.NodeMACs) > 0 {
@@ -169,4 +159,20 @@ func (o *Objects) addLink(nodes map[string][]netip.Addr, here bool, settings *da
 	}
 	o.Snap.Apply(snapshot.Delta{Link: &link})
 	return nil
+}
+
+// AllNeighbours takes all other nodes, whose addresses are in order of preference, for neighbours on the link of a
+// device.
+func AllNeighbours(device string, nodes map[string][]netip.Addr) snapshot.Link {
+	link := snapshot.Link{Device: device, Nodes: map[string]snapshot.Neighbour{}}
+	for name, addrs := range nodes {
+		n := snapshot.Neighbour{}
+		for _, f := range ipfamily.All {
+			if i := slices.IndexFunc(addrs, f.Has); i >= 0 {
+				n.Addrs[f] = addrs[i]
+			}
+		}
+		link.Nodes[name] = n
+	}
+	return link
 }

@@ -438,6 +438,7 @@ const (
 	holdsDestination = 'd'
 	holdsProtocol    = 'p'
 	holdsPort        = 'P'
+	holdsSender      = 'e' // by its link-layer address
 )
 
 // held is what a register holds.
@@ -508,6 +509,8 @@ func holds(f ipfamily.Family, op *nfOp) held {
 	case op.kind == opMeta && op.what == unix.NFT_META_L4PROTO:
 		return held{what: holdsProtocol, n: 1}
 	case op.kind != opPayload:
+	case op.what == baseLink && op.offset == 6 && op.n == 6:
+		h.what = holdsSender
 	case op.what == baseNetwork && op.offset == sourceAt && op.n <= f.AddrLen():
 		h.what = holdsSource
 	case op.what == baseNetwork && op.offset == sourceAt+f.AddrLen() && op.n == f.AddrLen():
