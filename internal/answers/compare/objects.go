@@ -91,7 +91,7 @@ func (o *objects) Walk(p packets.Packet, m packets.Memory, asked *packets.Asked)
 
 // divides reports whether a packet is of a client that is divided among nodes, and that no other node has forwarded.
 func (o *objects) divides(p packets.Packet, fe *frontend) bool {
-	return fe.Kept && fe.port.Keep != nil && p.Interface == o.device &&
+	return fe.Keepable() && fe.port.Keep != nil && p.Interface == o.device &&
 		!slices.Contains(o.state.NodeMACs, snapshot.MAC(p.MAC))
 }
 
@@ -101,6 +101,7 @@ type memory struct{ endpoint, node netip.AddrPort }
 // divided returns the nodes to which a packet is forwarded, and what becomes of it if it is this one.
 func (o *objects) divided(p packets.Packet, fe *frontend, m packets.Memory) (out []packets.Outcome, err error) {
 	was, again := m.(memory)
+	again = again && p.Protocol != packets.TCP // whose first packet begins another connection
 	for _, n := range fe.port.Keep.Nodes {
 		at, share := netip.AddrPortFrom(n.Addr, 0), packets.NewChance(uint64(n.Weight), fe.port.Keep.Weight())
 		if again {

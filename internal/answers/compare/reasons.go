@@ -141,7 +141,7 @@ func (d *Difference) sameButMasquerade() bool {
 // fewest that weights get, or of those among which clients are divided.
 func (d *Difference) nearChances() bool {
 	slot := 1.0 / 1024
-	if d.frontend.Kept && d.frontend.port.Keep != nil {
+	if d.frontend.Keepable() && d.frontend.port.Keep != nil {
 		slot = max(slot, 1/float64(d.frontend.port.Keep.Slots()))
 	}
 	return slices.EqualFunc(d.outcomes[0], d.outcomes[1], func(a, b packets.Outcome) bool {

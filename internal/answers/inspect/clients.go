@@ -62,15 +62,19 @@ func (a *Answer) own() float64 {
 }
 
 // forwardedTo explains what becomes of a packet that this node does not translate.
-func forwardedTo(nodes []NodeShare) string {
-	if len(nodes) == 1 {
-		return "forwarded untranslated to " + nodes[0].name() + ", which answers the client directly"
+func (a *Answer) forwardedTo(nodes []NodeShare) string {
+	then := "answers the client directly"
+	if x := a.explanation; x != nil && x.Frontend != nil && x.Frontend.Sources != nil && !x.Source.IsValid() {
+		then = "drops it"
 	}
-	return fmt.Sprintf("forwarded untranslated to one of %d nodes, which answers the client directly", len(nodes))
+	if len(nodes) == 1 {
+		return "forwarded untranslated to " + nodes[0].name() + ", which " + then
+	}
+	return fmt.Sprintf("forwarded untranslated to one of %d nodes, which %s", len(nodes), then)
 }
 
 // othersText says what becomes of clients that are not this node's share.
-func othersText(nodes []NodeShare) string {
+func (a *Answer) othersText(nodes []NodeShare) string {
 	others := 0.0
 	for _, n := range nodes {
 		others += n.Chance
@@ -78,7 +82,7 @@ func othersText(nodes []NodeShare) string {
 	if others == 0 {
 		return ""
 	}
-	return fmt.Sprintf("; %s of the clients are %s", percent(others), forwardedTo(nodes))
+	return fmt.Sprintf("; %s of the clients are %s", percent(others), a.forwardedTo(nodes))
 }
 
 func printNodes(s *terminal.Printer, nodes []NodeShare) {
@@ -103,8 +107,9 @@ func (a *Answer) noteClients(x *dataplane.Explanation) {
 	note := func(text string) { a.Notes = append(a.Notes, text) }
 	unasked := x.Object.ClientAddress == snapshot.ClientAddressDefault
 	switch why := x.Port.NotKept; {
-	case x.Cause == dataplane.ForwardedToNode && x.Frontend.Sources != nil && !x.Source.IsValid():
-		note("the sender is in none of the Service's loadBalancerSourceRanges: the next node drops the packet")
+	case x.Onward != nil && x.Frontend.Sources != nil && !x.Source.IsValid():
+		note("the sender is in none of the Service's loadBalancerSourceRanges, which the node checks that translates: " +
+			"refused packets are counted there")
 	case x.Onward != nil && x.Onward.OwnShare() > 0:
 		note("what another node has forwarded to this one is all translated here")
 	case x.Onward == nil && x.Frontend.Kept && x.Port.Keep.Divides():

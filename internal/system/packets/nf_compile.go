@@ -341,6 +341,9 @@ func (t *nfTable) compileLookup(a netlink.Attributes) nfOp {
 	return op
 }
 
+// dynsetDelete is NFT_DYNSET_OP_DELETE.
+const dynsetDelete = 2
+
 func (t *nfTable) compileUpdate(a netlink.Attributes) nfOp {
 	name := a[unix.NFTA_DYNSET_SET_NAME].Text()
 	op := nfOp{kind: opUpdate, set: t.sets[name], source: register(a[unix.NFTA_DYNSET_SREG_KEY]), dest: -1,
@@ -349,8 +352,8 @@ func (t *nfTable) compileUpdate(a netlink.Attributes) nfOp {
 	switch {
 	case op.set == nil:
 		op.unknown = "update of the unknown set " + name
-	case a[unix.NFTA_DYNSET_FLAGS].Big32()&flagInvert != 0 || op.what > unix.NFT_DYNSET_OP_UPDATE:
-		op.unknown = "dynset with another operation than add and update"
+	case a[unix.NFTA_DYNSET_FLAGS].Big32()&flagInvert != 0 || op.what > dynsetDelete:
+		op.unknown = "dynset with another operation than add, update and delete"
 	default:
 		op.n, op.timeout = op.set.keyLen, op.set.timeout
 	}
