@@ -421,7 +421,7 @@ func (p *port) elements(f *frontend, out *[perFrontend]Element) []Element {
 		e.Comment = p.comment
 		list = append(list, e)
 	}
-	if f.kept {
+	if f.kept && p.kept.used() {
 		list = append(list, p.keptFrontend(f.key))
 	}
 	if f.retry {
