@@ -32,9 +32,9 @@ type others struct {
 }
 
 // ReadOthers opens the tables of nf_tables, of the families ip, ip6 and inet, that have a chain by which packets come
-// in, are sent, forwarded or translated, but for those of a name, and the tables raw, mangle and filter of legacy
-// iptables, in the network namespace of the calling thread. A kernel without nf_tables has none of the former. What
-// is in the chains is read when packets come there. Close has to be called if there is no error.
+// in, are taken, sent, forwarded or translated, but for those of a name, and the tables raw, mangle and filter of
+// legacy iptables, in the network namespace of the calling thread. A kernel without nf_tables has none of the former.
+// What is in the chains is read when packets come there. Close has to be called if there is no error.
 func ReadOthers(name string, host *Host) (*Rules, error) {
 	c, err := netlink.Dial(unix.NETLINK_NETFILTER, 0)
 	if err != nil {
@@ -117,7 +117,7 @@ func (o *others) baseChains(t *nfTable) error {
 	concerns := false
 	for _, c := range t.chains {
 		o.readLater(c)
-		concerns = concerns || c.base && (c.nat || c.hook == hookForward || c.hook == hookPrerouting || c.hook == hookOutput)
+		concerns = concerns || c.base && (c.nat || c.hook <= hookOutput)
 	}
 	if concerns {
 		o.rules.tables[t.family] = append(o.rules.tables[t.family], t)
@@ -297,6 +297,11 @@ type Crossing struct {
 // translated it.
 func (r *Rules) Forward(p Packet, before netip.AddrPort) (Crossing, error) {
 	return r.cross(p, hookForward, before, func(*nfChain) bool { return true })
+}
+
+// Input follows a packet through the input hook, as Forward does.
+func (r *Rules) Input(p Packet, before netip.AddrPort) (Crossing, error) {
+	return r.cross(p, hookInput, before, func(*nfChain) bool { return true })
 }
 
 // Translate follows a packet through the chains that see it before those that translate destinations at a priority.
