@@ -196,7 +196,7 @@ type RunStep struct {
 	On   string   `yaml:"on"`
 	Args []string `yaml:"args"`
 	Says string   `yaml:"says"`
-	// Reads is a file that "make neighbours" has made, for the program to read; empty means none.
+	// Reads is a file that "make neighbors" has made, for the program to read; empty means none.
 	Reads string `yaml:"reads"`
 	// Undo are lines of a shell that take it back when the story ends; empty if nothing does.
 	Undo string `yaml:"undo"`

@@ -427,7 +427,7 @@ func (t *teller) run(s *cases.Step) error {
 	}
 	if s.Run.Reads != "" {
 		var err error
-		if input, err = os.ReadFile(neighbourFile(s.Run.Reads)); err != nil {
+		if input, err = os.ReadFile(neighborFile(s.Run.Reads)); err != nil {
 			return err
 		}
 	}
@@ -438,12 +438,12 @@ func (t *teller) run(s *cases.Step) error {
 	return err
 }
 
-// neighbourFile returns the path of a file that "make neighbours" makes.
-func neighbourFile(name string) string {
+// neighborFile returns the path of a file that "make neighbors" makes.
+func neighborFile(name string) string {
 	cache := os.Getenv("VERDICT_CACHE")
 	if cache == "" {
 		cache, _ = os.UserCacheDir()
 		cache = filepath.Join(cache, "verdict")
 	}
-	return filepath.Join(cache, "neighbours", name)
+	return filepath.Join(cache, "neighbors", name)
 }

@@ -324,7 +324,7 @@ func (t *nfTable) compileImmediate(a netlink.Attributes) nfOp {
 
 func (t *nfTable) compileLookup(a netlink.Attributes) nfOp {
 	name := a[unix.NFTA_LOOKUP_SET].Text()
-	op := nfOp{kind: opLookup, set: t.sets[name], source: register(a[unix.NFTA_LOOKUP_SREG]), sourceAt: -1,
+	op := nfOp{kind: opLookup, set: t.set(name), source: register(a[unix.NFTA_LOOKUP_SREG]), sourceAt: -1,
 		inverted: a[unix.NFTA_LOOKUP_FLAGS].Big32()&1 != 0}
 	if op.set == nil {
 		op.unknown = "lookup in the unknown set " + name
@@ -346,7 +346,7 @@ const dynsetDelete = 2
 
 func (t *nfTable) compileUpdate(a netlink.Attributes) nfOp {
 	name := a[unix.NFTA_DYNSET_SET_NAME].Text()
-	op := nfOp{kind: opUpdate, set: t.sets[name], source: register(a[unix.NFTA_DYNSET_SREG_KEY]), dest: -1,
+	op := nfOp{kind: opUpdate, set: t.set(name), source: register(a[unix.NFTA_DYNSET_SREG_KEY]), dest: -1,
 		what: uint8(a[unix.NFTA_DYNSET_OP].Big32())}
 	const flagInvert = 1
 	switch {

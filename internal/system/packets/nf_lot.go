@@ -145,8 +145,8 @@ func (w *walker) draws(m *machine, op *nfOp, r *nfRule) (list []draw, err error)
 		for v := range op.modulus {
 			keys = append(keys, bytes.Clone(key(v)))
 		}
-		found, err := look.set.read(keys)
-		if w.trace.failed = err; err != nil {
+		found, err := w.read(look.set, keys)
+		if err != nil {
 			return nil, err
 		}
 		find = func(v uint32) *nfElement { return found[v] }

@@ -48,6 +48,8 @@ type nfTable struct {
 	dormant bool
 	// elements counts those of all sets.
 	elements int
+	// others, if not nil, reads the rest of the table when packets come there.
+	others *others
 }
 
 // nfChain is a chain with its rules.
@@ -63,6 +65,9 @@ type nfChain struct {
 	// devices are those at whose ingress it sees packets; nil at other hooks.
 	devices []string
 	rules   []nfRule
+	// load, if not nil, reads the rules, and unread is what went wrong with that.
+	load   func() error
+	unread error
 }
 
 // nfRule is a rule, compiled.
@@ -117,6 +122,8 @@ type Rules struct {
 	host   *Host
 	digest [sha256.Size]byte
 	size   Size
+	// close is that of ReadOthers.
+	close func() error
 }
 
 // Size says how much was read.
@@ -332,15 +339,7 @@ func (r *reader) sets(t *nfTable) error {
 		if a[unix.NFTA_SET_TABLE].Text() != t.name {
 			return
 		}
-		s := &nfSet{name: a[unix.NFTA_SET_NAME].Text(), flags: a[unix.NFTA_SET_FLAGS].Big32(),
-			timeout: a[unix.NFTA_SET_TIMEOUT].Big64(), exact: map[string]nfElement{}}
-		s.keyLen, s.dataLen = int(a[unix.NFTA_SET_KEY_LEN].Big32()), int(a[unix.NFTA_SET_DATA_LEN].Big32())
-		if s.flags&unix.NFT_SET_OBJECT != 0 {
-			s.odd = "a map of objects"
-		}
-		for _, field := range netlink.Each(netlink.Find(a[unix.NFTA_SET_DESC], nftaSetDescConcat)) {
-			s.fields = append(s.fields, int(netlink.Find(field, nftaSetFieldLen).Big32()))
-		}
+		s := newSet(a)
 		t.sets[s.name] = s
 	})
 	if err != nil {
@@ -356,6 +355,20 @@ func (r *reader) sets(t *nfTable) error {
 		}
 	}
 	return nil
+}
+
+// newSet returns a set with its attributes, without elements.
+func newSet(a netlink.Attributes) *nfSet {
+	s := &nfSet{name: a[unix.NFTA_SET_NAME].Text(), flags: a[unix.NFTA_SET_FLAGS].Big32(),
+		timeout: a[unix.NFTA_SET_TIMEOUT].Big64(), exact: map[string]nfElement{}}
+	s.keyLen, s.dataLen = int(a[unix.NFTA_SET_KEY_LEN].Big32()), int(a[unix.NFTA_SET_DATA_LEN].Big32())
+	if s.flags&unix.NFT_SET_OBJECT != 0 {
+		s.odd = "a map of objects"
+	}
+	for _, field := range netlink.Each(netlink.Find(a[unix.NFTA_SET_DESC], nftaSetDescConcat)) {
+		s.fields = append(s.fields, int(netlink.Find(field, nftaSetFieldLen).Big32()))
+	}
+	return s
 }
 
 // rawElement is an element of a list, before ranges get their ends.
@@ -480,7 +493,7 @@ func oddExpression(e []byte) string {
 func (t *nfTable) verdict(v []byte) (code int32, chain *nfChain, odd string) {
 	code = int32(netlink.Find(v, unix.NFTA_VERDICT_CODE).Big32())
 	if name := netlink.Find(v, unix.NFTA_VERDICT_CHAIN).Text(); name != "" {
-		if chain = t.chains[name]; chain == nil {
+		if chain = t.chain(name); chain == nil {
 			odd = "a verdict that leads to the unknown chain " + name
 		}
 	}

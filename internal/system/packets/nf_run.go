@@ -317,14 +317,12 @@ const (
 func (w *walker) base(m *machine) (bool, error) {
 	for {
 		f := &m.stack[m.depth]
+		if err := f.chain.loaded(); err != nil {
+			return true, fmt.Errorf("%s: %w", f.chain, err)
+		}
 		if f.rule >= len(f.chain.rules) {
 			if m.depth == 0 {
-				if c := w.rules.hooks[w.family][m.hook][m.base]; c.drops {
-					w.by, w.handle = c, 0
-					w.end(m, Ending{Verdict: Dropped})
-					return true, nil
-				}
-				return false, nil
+				return w.policy(m), nil
 			}
 			m.depth--
 			continue
@@ -362,6 +360,16 @@ func (w *walker) base(m *machine) (bool, error) {
 		}
 		m.op = 0
 	}
+}
+
+// policy ends a base chain, and reports whether the packet is at its end by that.
+func (w *walker) policy(m *machine) bool {
+	c := w.rules.hooks[w.family][m.hook][m.base]
+	if c.drops {
+		w.by, w.handle = c, 0
+		w.end(m, Ending{Verdict: Dropped})
+	}
+	return c.drops
 }
 
 // rule evaluates a rule from m.op on.
@@ -597,16 +605,27 @@ func (w *walker) find(m *machine, op *nfOp, key []byte) (e *nfElement, err error
 	if op.set.read == nil {
 		return op.set.find(key), nil
 	}
-	found, err := op.set.read([][]byte{key})
-	if w.trace.failed = err; err != nil || found[0] == nil {
+	found, err := w.read(op.set, [][]byte{key})
+	if err != nil || found[0] == nil {
 		return nil, err
 	}
 	keys := m.alike
 	if m.alike = nil; keys == nil {
 		keys = [][]byte{bytes.Clone(key)}
 	}
-	m.step.Found = append(slices.Clip(m.step.Found), Found{op.set.name, keys})
+	if m.step != nil {
+		m.step.Found = append(slices.Clip(m.step.Found), Found{op.set.name, keys})
+	}
 	return found[0], nil
+}
+
+// read reads elements of a set by their keys.
+func (w *walker) read(s *nfSet, keys [][]byte) ([]*nfElement, error) {
+	found, err := s.read(keys)
+	if w.trace != nil {
+		w.trace.failed = err
+	}
+	return found, err
 }
 
 // remembered looks into a dynamic set, which holds only what the client's earlier packets left, unless its elements are
