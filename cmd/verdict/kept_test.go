@@ -82,7 +82,8 @@ func TestKeptClients(t *testing.T) {
 		}
 	}
 	out, err := as(s.Nodes[0], "explain", "198.51.100.7", s.VIP[0].String()+":80", "--live")
-	if err != nil || !strings.Contains(out, "50% to node-b (192.0.2.3)") || !strings.Contains(out, "Kernel     does the same") {
+	if err != nil || !strings.Contains(out, "50% to node-b (192.0.2.3)") ||
+		!strings.Contains(out, "Kernel     does the same") {
 		t.Errorf("explain: %v\n%s", err, out)
 	}
 }
