@@ -16,8 +16,9 @@ import (
 	"github.com/verdict-proxy/verdict/conformance/cluster"
 )
 
-// probe opens connections to each target, such as udp://10.96.0.1:80 or http://10.96.0.1, all at once, and prints a cluster.Probe for each
-// target as a line of JSON. The connections begin at an address of this host, unless it is empty.
+// probe opens connections to each target, such as udp://10.96.0.1:80 or http://10.96.0.1, all at once, and prints a
+// cluster.Probe for each target as a line of JSON. The connections begin at an address of this host, unless it is
+// empty.
 func probe(from, connections string, targets []string) error {
 	count, err := strconv.Atoi(connections)
 	if err != nil {
