@@ -91,9 +91,9 @@ CONFORMANCE = CGO_ENABLED=0 $(GO) build -C conformance -trimpath -o $(abspath $(
 conformance: tools ## run the conformance suite: Verdict, and kube-proxy in iptables and nftables mode
 	$(CONFORMANCE) --proxy verdict --proxy kube-proxy-nftables --proxy kube-proxy-iptables --report $(BIN)/conformance-report
 
-neighbours: tools ## the same Services beside Docker, ufw and firewalld, whose rules are made first, and beside settings of the kernel
-	internal/lab/guest/neighbours
-	$(CONFORMANCE) --proxy verdict --proxy kube-proxy-nftables --theme neighbours --report $(BIN)/neighbours-report
+neighbors: tools ## the same Services beside Docker, ufw and firewalld, whose rules are made first, and beside settings of the kernel
+	internal/lab/guest/neighbors
+	$(CONFORMANCE) --proxy verdict --proxy kube-proxy-nftables --theme neighbors --report $(BIN)/neighbors-report
 
 CASE ?= ^$$
 conformance-case: tools ## the cases whose names hold the regular expression CASE, with every failure at once

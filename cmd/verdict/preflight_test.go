@@ -44,6 +44,8 @@ type hostCase struct {
 	from string
 	// by is the device by which those of outside come in, if the routes say another one.
 	by string
+	// own says that the endpoint is the node itself.
+	own bool
 }
 
 func withRules(text string) func(t *testing.T, node *lab.Host) {
@@ -84,30 +86,30 @@ var hostCases = []hostCase{
 	{name: "all is well", arrange: func(*testing.T, *lab.Host) {}},
 	{"no default route", func(t *testing.T, node *lab.Host) {
 		labtest.Run(t, node, "", "ip", "-4", "route", "del", "default")
-	}, preflight.NoRoute, false, "node", ""},
+	}, preflight.NoRoute, false, "node", "", false},
 	{"forwarding is off", func(t *testing.T, node *lab.Host) {
 		labtest.Check(t, node.Sysctl("net/ipv4/ip_forward", "0"))
-	}, preflight.NoForwarding, false, "outside", ""},
+	}, preflight.NoForwarding, false, "outside", "", false},
 	{"a firewall drops", withRules(`table inet fw {
 		chain forward { type filter hook forward priority 10; policy drop; ct state established,related accept; }
-	}`), preflight.ForwardDrop, false, "outside", ""},
+	}`), preflight.ForwardDrop, false, "outside", "", false},
 	{"a firewall rejects at its end", withRules(`table ip fw {
 		chain rest { ip saddr 10.0.0.0/8 return; reject with icmp admin-prohibited; }
 		chain forward { type filter hook forward priority 10; ct state established,related accept; jump rest; }
-	}`), preflight.ForwardDrop, false, "outside", ""},
+	}`), preflight.ForwardDrop, false, "outside", "", false},
 	{name: "a firewall lets pass what was translated", arrange: withRules(`table inet firewalld {
 		chain filter_FORWARD { type filter hook forward priority 10; ct state established,related accept
 			ct status dnat accept; reject with icmpx admin-prohibited; }
 	}`)},
 	{"Docker", withIPTables("-N DOCKER-USER", "-A FORWARD -j DOCKER-USER",
 		"-A FORWARD -o docker0 -m conntrack --ctstate RELATED,ESTABLISHED -j ACCEPT", "-P FORWARD DROP"),
-		preflight.ForwardDrop, false, "outside", ""},
+		preflight.ForwardDrop, false, "outside", "", false},
 	{name: "Docker with pods accepted", arrange: withIPTables(
 		"-A FORWARD -m comment --comment pods -d 10.244.0.0/16 -j ACCEPT",
 		"-A FORWARD -s 10.244.0.0/16 -j ACCEPT", "-P FORWARD DROP")},
 	{"Docker, in legacy iptables", withLegacy("-N DOCKER-USER", "-A FORWARD -j DOCKER-USER",
 		"-A FORWARD -o docker0 -m conntrack --ctstate RELATED,ESTABLISHED -j ACCEPT", "-P FORWARD DROP"),
-		preflight.ForwardDrop, false, "outside", ""},
+		preflight.ForwardDrop, false, "outside", "", false},
 	{name: "Docker, in legacy iptables, with pods accepted", arrange: withLegacy("-N DOCKER-USER",
 		"-A FORWARD -j DOCKER-USER", "-A DOCKER-USER -m conntrack --ctstate DNAT -j ACCEPT",
 		"-A DOCKER-USER -d 10.244.0.0/16 -j ACCEPT", "-A DOCKER-USER -s 10.244.0.0/16 -j ACCEPT", "-P FORWARD DROP")},
@@ -117,38 +119,64 @@ var hostCases = []hostCase{
 		"-A FORWARD -p udp -m udp --dport 8080 -j ACCEPT", "-A FORWARD -p tcp -m tcp --dport 1:79 -j ACCEPT",
 		"-A FORWARD -m conntrack --ctstate ESTABLISHED -j ACCEPT", "-A FORWARD ! -s 10.0.0.0/8 -g rest",
 		"-A rest -m limit --limit 3/min -j LOG", "-A rest -d 192.0.2.99 -j RETURN", "-A rest -j REJECT"),
-		preflight.ForwardDrop, false, "outside", ""},
+		preflight.ForwardDrop, false, "outside", "", false},
 	{name: "legacy iptables let pass", arrange: withLegacy("-A FORWARD -m mark ! --mark 0 -j ACCEPT",
 		"-A FORWARD -d 10.244.0.0/16 -j MARK --set-xmark 0x40000/0xff0000",
 		"-A FORWARD -p tcp -m tcp --dport 80:8080 -m mark --mark 0x40000/0xff0000 -j ACCEPT",
 		"-A FORWARD -s 10.244.0.0/16 -j ACCEPT", "-P FORWARD DROP")},
 	{name: "a rule of legacy iptables that is not known",
 		arrange: withLegacy("-A FORWARD -m length --length 0:9999 -j ACCEPT"), unclear: true, from: "outside"},
-	{"a strict reverse path filter", withSecondUplink("1"), preflight.ReversePath, false, "outside", "eth0"},
+	{"a strict reverse path filter", withSecondUplink("1"), preflight.ReversePath, false, "outside", "eth0", false},
 	{name: "a rule that is not known", arrange: withRules(`table inet fw {
 		chain forward { type filter hook forward priority 10; limit rate 1000/second accept; }
 	}`), unclear: true, from: "outside"},
 	{"rules of a cache that is gone", withIPTables("-t raw -A PREROUTING -d 10.96.0.80 -p tcp --dport 80 -j NOTRACK",
-		"-t raw -A OUTPUT -d 10.96.0.80 -p tcp --dport 80 -j NOTRACK"), "", false, "node outside", ""},
+		"-t raw -A OUTPUT -d 10.96.0.80 -p tcp --dport 80 -j NOTRACK"), "", false, "node outside", "", false},
 	{"rules of a cache that is gone, in legacy iptables", withLegacy(
 		"-t raw -A PREROUTING -d 10.96.0.80 -p tcp --dport 80 -j NOTRACK",
-		"-t raw -A OUTPUT -d 10.96.0.80 -p tcp --dport 80 -j NOTRACK"), "", false, "node outside", ""},
+		"-t raw -A OUTPUT -d 10.96.0.80 -p tcp --dport 80 -j NOTRACK"), "", false, "node outside", "", false},
 	{"another Service proxy", withLegacy("-N KUBE-EXTERNAL-SERVICES", "-A FORWARD -j KUBE-EXTERNAL-SERVICES"),
-		preflight.SecondProxy, false, "", ""},
+		preflight.SecondProxy, false, "", "", false},
+	{"a Service proxy of eBPF", func(t *testing.T, node *lab.Host) { labtest.Check(t, node.AddBridge("bpfin.cali")) },
+		preflight.SecondProxy, false, "", "", false},
 	{"another chain ahead", withRules(`table ip ahead {
 		chain pre { type nat hook prerouting priority -110; ip daddr 10.96.0.80 dnat to 192.0.2.99; }
 		chain out { type nat hook output priority -110; ip daddr 10.96.0.80 dnat to 192.0.2.99; }
-	}`), preflight.NATAhead, false, "node outside", ""},
+	}`), preflight.NATAhead, false, "node outside", "", false},
 }
 
-// newPreflight writes the Service to the node of a cluster.
-func newPreflight(t *testing.T) (c *lab.Cluster, flags []string) {
+// ownCases are those of an endpoint on the node's own network.
+var ownCases = []hostCase{
+	{name: "all is well on the node's own network", arrange: func(*testing.T, *lab.Host) {}, own: true},
+	{"a firewall takes little", withRules(`table inet fw {
+		chain in { type filter hook input priority 0; policy drop; iif lo accept; ct state established,related accept; }
+	}`), preflight.InputDrop, false, "outside", "", true},
+	{name: "a firewall takes what comes to the port", arrange: withRules(`table inet fw {
+		chain in { type filter hook input priority 0; policy drop; iif lo accept; ct state established,related accept
+			tcp dport 8080 accept; }
+	}`), own: true},
+	{"ufw", withIPTables("-N ufw-user-input", "-A INPUT -i lo -j ACCEPT",
+		"-A INPUT -m conntrack --ctstate RELATED,ESTABLISHED -j ACCEPT", "-A INPUT -j ufw-user-input", "-P INPUT DROP"),
+		preflight.InputDrop, false, "outside", "", true},
+	{name: "ufw with the port allowed", arrange: withIPTables("-N ufw-user-input", "-A INPUT -i lo -j ACCEPT",
+		"-A INPUT -m conntrack --ctstate RELATED,ESTABLISHED -j ACCEPT", "-A INPUT -j ufw-user-input",
+		"-A ufw-user-input -p tcp --dport 8080 -j ACCEPT", "-P INPUT DROP"), own: true},
+	{"Tailscale, and a sender in its range", withLegacy("-N ts-input", "-A INPUT -j ts-input",
+		"-A ts-input -s 198.51.100.0/24 ! -i tailscale0 -j DROP"), preflight.InputDrop, false, "outside", "", true},
+}
+
+// newPreflight writes the Service to the node of a cluster; own says that the endpoint is the node itself.
+func newPreflight(t *testing.T, own bool) (c *lab.Cluster, flags []string) {
 	t.Helper()
 	c = labtest.NewCluster(t, lab.Config{LocalPods: 1, RemotePods: 1})
-	_, err := c.RemotePods[0].Serve(snapshot.TCP, 8080)
+	objects, server := preflightObjects, c.RemotePods[0]
+	if own {
+		objects, server = strings.ReplaceAll(objects, server.IP4.String(), c.Node.IP4.String()), c.Node
+	}
+	_, err := server.Serve(snapshot.TCP, 8080)
 	labtest.Check(t, err)
 	file := filepath.Join(t.TempDir(), "all.yaml")
-	labtest.Check(t, os.WriteFile(file, []byte(preflightObjects), 0o644))
+	labtest.Check(t, os.WriteFile(file, []byte(objects), 0o644))
 	flags = []string{"--from", file, "--hostname-override=node", "--cluster-cidr=10.244.0.0/16"}
 	labtest.Check(t, c.Node.Do(func() error {
 		var o inspect.ObjectFlags
@@ -186,9 +214,9 @@ func onHost(t *testing.T, h *lab.Host, args ...string) string {
 // where nothing does; real packets agree. Verify names the same, with what to do.
 func TestPreflight(t *testing.T) {
 	to := netip.MustParseAddrPort("10.96.0.80:80")
-	for _, test := range hostCases {
+	for _, test := range slices.Concat(hostCases, ownCases) {
 		t.Run(test.name, func(t *testing.T) {
-			c, flags := newPreflight(t)
+			c, flags := newPreflight(t, test.own)
 			test.arrange(t, c.Node)
 			for from, host := range map[string]*lab.Host{"node": c.Node, "outside": c.Outside} {
 				stopped := (test.found != "" || !test.unclear) && strings.Contains(test.from, from)

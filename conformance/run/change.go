@@ -405,7 +405,8 @@ func (t *teller) route(s *cases.RouteStep) error {
 		if !a.IsValid() {
 			return fmt.Errorf("route: service %s has no %s address of a load balancer", s.To, f)
 		}
-		r := lab.Route{To: netip.PrefixFrom(a, a.BitLen()), Via: via.IP(labFamily(f)), Link: "eth0"}
+		r := lab.Route{To: netip.PrefixFrom(a, a.BitLen()), Via: via.IP(labFamily(f)), Link: "eth0",
+			Table: testbed.RoutesOf(s.From)}
 		if err := router.AddRoute(r); err != nil {
 			return err
 		}
@@ -426,7 +427,7 @@ func (t *teller) run(s *cases.Step) error {
 	}
 	if s.Run.Reads != "" {
 		var err error
-		if input, err = os.ReadFile(neighbourFile(s.Run.Reads)); err != nil {
+		if input, err = os.ReadFile(neighborFile(s.Run.Reads)); err != nil {
 			return err
 		}
 	}
@@ -437,12 +438,12 @@ func (t *teller) run(s *cases.Step) error {
 	return err
 }
 
-// neighbourFile returns the path of a file that "make neighbours" makes.
-func neighbourFile(name string) string {
+// neighborFile returns the path of a file that "make neighbors" makes.
+func neighborFile(name string) string {
 	cache := os.Getenv("VERDICT_CACHE")
 	if cache == "" {
 		cache, _ = os.UserCacheDir()
 		cache = filepath.Join(cache, "verdict")
 	}
-	return filepath.Join(cache, "neighbours", name)
+	return filepath.Join(cache, "neighbors", name)
 }

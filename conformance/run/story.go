@@ -147,8 +147,8 @@ func (t *teller) unfit() string {
 			if strings.Contains(t.testbed.Kind.Name, "iptables") {
 				return "its own rules are in the tables that the story writes"
 			}
-			if _, err := os.Stat(neighbourFile(r.Reads)); err != nil {
-				return "it needs what other programs write: make neighbours"
+			if _, err := os.Stat(neighborFile(r.Reads)); err != nil {
+				return "it needs what other programs write: make neighbors"
 			}
 		}
 	}

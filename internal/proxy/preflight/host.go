@@ -71,8 +71,12 @@ func sysctl(name string) string {
 
 // Close closes the Host.
 func (h *Host) Close() {
-	if h != nil {
-		h.handle.Close()
+	if h == nil {
+		return
+	}
+	h.handle.Close()
+	if h.others != nil {
+		h.others.Close()
 	}
 }
 

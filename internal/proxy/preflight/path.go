@@ -99,9 +99,10 @@ func (h *Host) After(p Packet, endpoint netip.AddrPort, masqueraded bool) (stop 
 	if stop = h.reversePath(p.Interface, p.Source.Addr(), to); stop != nil {
 		return stop, ""
 	}
+	walked := h.walked(p, endpoint)
 	switch {
 	case h.Local(to):
-		return nil, ""
+		return h.refused(walked, p.Destination, InputDrop, (*packets.Rules).Input)
 	case !h.forwards[family]:
 		return noForwarding(family), ""
 	case h.sameBridge(p.Interface, to) && !h.bridgeCallsHooks[family] && !masqueraded:
@@ -109,30 +110,36 @@ func (h *Host) After(p Packet, endpoint netip.AddrPort, masqueraded bool) (stop 
 		f := plainBridge(p.Interface, family)
 		unclear = f.What + ": " + f.Advice
 	}
-	walked := h.walked(p, endpoint)
 	walked.Out, walked.OutIndex = link.Name, uint32(link.Index)
-	stop, why := h.forward(walked, p.Destination)
+	stop, why := h.refused(walked, p.Destination, ForwardDrop, (*packets.Rules).Forward)
 	return stop, cmp.Or(unclear, why)
 }
 
-// forward returns the rule of another program that refuses a packet which this host forwards. Before is the
-// destination that it had before it was translated.
-func (h *Host) forward(p packets.Packet, before netip.AddrPort) (stop *status.Finding, unclear string) {
+// refused returns the rule of another program that refuses a packet which this host forwards, or takes: follow says
+// through what. Before is the destination that it had before it was translated.
+func (h *Host) refused(p packets.Packet, before netip.AddrPort, check string,
+	follow func(*packets.Rules, packets.Packet, netip.AddrPort) (packets.Crossing, error),
+) (stop *status.Finding, unclear string) {
 	rules, err := h.rules()
 	if err != nil {
 		return nil, "rules of other programs are not known: " + err.Error()
 	}
-	c, err := rules.Forward(p, before)
-	switch {
-	case err != nil:
+	c, err := follow(rules, p, before)
+	if err != nil {
 		return nil, "whether another program lets it pass is not known: " + err.Error()
-	case c.Verdict == packets.Dropped, c.Verdict == packets.Rejected:
-		verb := map[packets.Verdict]string{packets.Dropped: "drops", packets.Rejected: "rejects"}[c.Verdict]
-		what := fmt.Sprintf("%s %s what this host forwards from %s to %s", decider(c), verb, p.Source.Addr(),
-			p.Destination.Addr())
-		return &status.Finding{Check: ForwardDrop, What: what, Advice: adviceForward(c.By, rules)}, ""
 	}
-	return nil, ""
+	verb := map[packets.Verdict]string{packets.Dropped: "drops", packets.Rejected: "rejects"}[c.Verdict]
+	switch {
+	case verb == "":
+		return nil, ""
+	case check == InputDrop:
+		what := fmt.Sprintf("%s %s what comes from %s for this host's own %s", decider(c), verb, p.Source.Addr(),
+			p.Destination)
+		return &status.Finding{Check: check, What: what, Advice: adviceInput(c.By, p)}, ""
+	}
+	what := fmt.Sprintf("%s %s what this host forwards from %s to %s", decider(c), verb, p.Source.Addr(),
+		p.Destination.Addr())
+	return &status.Finding{Check: check, What: what, Advice: adviceForward(c.By, rules)}, ""
 }
 
 // walked returns a packet as package packets follows it.
@@ -214,4 +221,19 @@ func adviceForward(chain string, rules *packets.Rules) string {
 		return "accept the pods' range in FORWARD: iptables -I FORWARD -s RANGE -j ACCEPT, and -d RANGE"
 	}
 	return "an accept of Verdict does not count there: have that chain accept the pods' range"
+}
+
+// adviceInput says what to do about a chain that refuses what comes for an endpoint on this host's own network.
+func adviceInput(chain string, p packets.Packet) string {
+	port := fmt.Sprintf("%d/%s", p.Destination.Port(), p.Protocol)
+	switch {
+	case strings.HasSuffix(chain, " ts-input"):
+		return "Tailscale takes 100.64.0.0/10 for its own: give pods another range, or its nodes the attribute " +
+			"disable-linux-cgnat-drop-rule"
+	case strings.Contains(chain, "firewalld"):
+		return "the endpoint is on the host's network: firewall-cmd --permanent --add-port=" + port + ", and --reload"
+	case strings.Contains(chain, " filter ufw"):
+		return "the endpoint is on the host's network: ufw allow " + port
+	}
+	return "the endpoint is on the host's network: have that chain accept " + port
 }

@@ -34,6 +34,7 @@ const (
 	NATAhead     = "nat-ahead"
 	NoTrack      = "notrack"
 	ForwardDrop  = "forward-drop"
+	InputDrop    = "input-drop"
 	PortInUse    = "port-in-use"
 	ReversePath  = "reverse-path"
 	SecondProxy  = "second-proxy"
@@ -268,8 +269,9 @@ func (h *Host) nodeReversePath(f *Facts, a netip.Addr) *status.Finding {
 	return h.reversePath(link.Attrs().Name, Outside[ipfamily.Of(a)], to)
 }
 
-// otherDevices are devices that other Service proxies make, which have the addresses of Services.
-var otherDevices = map[string]string{"kube-ipvs0": "kube-proxy in mode ipvs", "kube-dummy-if": "kube-router"}
+// otherDevices are devices that other Service proxies make, for what they translate, and nobody else.
+var otherDevices = map[string]string{"kube-ipvs0": "kube-proxy in mode ipvs", "kube-dummy-if": "kube-router",
+	"bpfin.cali": "Calico in eBPF mode", "ovn-k8s-mp0": "OVN-Kubernetes"}
 
 // secondProxy finds what another Service proxy has programmed here. The chains in question are only those of a
 // kube-proxy: Verdict has others for programs that need them, and takeover may keep some.
@@ -293,7 +295,8 @@ func (h *Host) secondProxy(f *Facts) *status.Finding {
 	}
 	return &status.Finding{Check: SecondProxy,
 		What:   "another Service proxy has programmed this host: " + strings.Join(what, ", "),
-		Advice: "some connections to Services may be its own: stop it; verdict takeover removes what a kube-proxy has left"}
+		Advice: "some connections to Services may be its own: run one or the other; verdict takeover removes what a " +
+			"kube-proxy has left"}
 }
 
 // natAhead returns the chains of others that translate destinations before Verdict does.

@@ -68,7 +68,7 @@ const maxReads = 10
 
 // readBlob reads a table.
 func readBlob(f ipfamily.Family, name string) (*blob, error) {
-	t, err := iptlegacy.Read(f, name)
+	t, err := iptlegacy.Read(f, name, 0)
 	return &blob{t}, err
 }
 

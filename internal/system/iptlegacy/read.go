@@ -59,8 +59,11 @@ func Socket(f ipfamily.Family) (fd, level int, err error) {
 // maxReads bounds how often a table is read again because others changed it meanwhile.
 const maxReads = 10
 
-// Read reads a table.
-func Read(f ipfamily.Family, name string) (*Table, error) {
+// ErrLarge says that a table has more bytes than the reader takes.
+var ErrLarge = errors.New("the table is too large")
+
+// Read reads a table, of most bytes; 0 means of any number. One that is ErrLarge comes without its Entries.
+func Read(f ipfamily.Family, name string, most uint32) (*Table, error) {
 	if unsafe.Sizeof(uintptr(0)) != 8 {
 		return nil, errors.New("reading legacy iptables requires a 64-bit kernel")
 	}
@@ -83,6 +86,9 @@ func Read(f ipfamily.Family, name string) (*Table, error) {
 		}
 		t.NumEntries = binary.NativeEndian.Uint32(at[8*Hooks:])
 		size := binary.NativeEndian.Uint32(at[8*Hooks+4:])
+		if most > 0 && size > most {
+			return t, fmt.Errorf("%s iptables (legacy variant): read table %s: %w: %d bytes", f, name, ErrLarge, size)
+		}
 		entries := make([]byte, entriesHeader+int(size))
 		copy(entries, name)
 		binary.NativeEndian.PutUint32(entries[TableNameLen:], size)

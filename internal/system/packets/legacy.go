@@ -2,6 +2,7 @@ package packets
 
 import (
 	"bytes"
+	"errors"
 
 	"golang.org/x/sys/unix"
 
@@ -14,7 +15,7 @@ import (
 var legacyPriorities = map[string]int32{"raw": -300, "mangle": -150, "filter": 0}
 
 // legacy reads the tables of legacy iptables, which are followed as those of nf_tables are.
-func (r *reader) legacy() error {
+func (o *others) legacy() error {
 	for _, f := range ipfamily.All {
 		names, err := iptlegacy.Names(f)
 		if err != nil {
@@ -25,27 +26,39 @@ func (r *reader) legacy() error {
 			if !wanted {
 				continue
 			}
-			table, err := iptlegacy.Read(f, name)
-			if err != nil {
+			table, err := iptlegacy.Read(f, name, maxLegacy)
+			if err != nil && !errors.Is(err, iptlegacy.ErrLarge) {
 				return err
 			}
-			t, err := fromLegacy(table, name, priority)
+			t := &nfTable{family: f, name: name, legacy: true, chains: map[string]*nfChain{}, sets: map[string]*nfSet{}}
 			if err != nil {
+				t.tooLarge(table, priority)
+			} else if err = o.addLegacy(t, table, priority); err != nil {
 				return err
 			}
-			r.rules.tables[f] = append(r.rules.tables[f], t)
+			o.rules.tables[f] = append(o.rules.tables[f], t)
 		}
 	}
 	return nil
 }
 
-// fromLegacy converts a table of legacy iptables. The handle of a rule is its number in its chain, from 1.
-func fromLegacy(b *iptlegacy.Table, name string, priority int32) (*nfTable, error) {
+// tooLarge gives a table that was not read its base chains, through which no packet can be followed.
+func (t *nfTable) tooLarge(b *iptlegacy.Table, priority int32) {
+	for hook, name := range iptlegacy.HookNames {
+		if b.Valid&(1<<hook) != 0 {
+			t.chains[name] = &nfChain{table: t, name: name, base: true, hook: uint32(hook), priority: priority,
+				unread: ErrTooMany}
+		}
+	}
+}
+
+// addLegacy gives a table the chains of one of legacy iptables. The handle of a rule is its number in its chain, from
+// 1.
+func (o *others) addLegacy(t *nfTable, b *iptlegacy.Table, priority int32) error {
 	entries, spans, err := b.Chains()
 	if err != nil {
-		return nil, err
+		return err
 	}
-	t := &nfTable{family: b.Family, name: name, legacy: true, chains: map[string]*nfChain{}, sets: map[string]*nfSet{}}
 	at := map[uint32]*nfChain{} // by the offset of their first rule
 	for _, s := range spans {
 		c := &nfChain{table: t, name: s.Name, base: s.Builtin, hook: uint32(s.Hook), priority: priority, drops: s.Drops}
@@ -55,14 +68,20 @@ func fromLegacy(b *iptlegacy.Table, name string, priority int32) (*nfTable, erro
 	}
 	for _, s := range spans {
 		c := t.chains[s.Name]
-		for i := s.First; i < s.End-1; i++ {
-			rule := nfRule{handle: uint64(i - s.First + 1), ops: t.legacyOps(b, &entries[i], at)}
-			rule.finish(t.family)
-			c.rules = append(c.rules, rule)
+		c.load = func() error {
+			if o.room -= s.End - 1 - s.First; o.room < 0 {
+				return ErrTooMany
+			}
+			for i := s.First; i < s.End-1; i++ {
+				rule := nfRule{handle: uint64(i - s.First + 1), ops: t.legacyOps(b, &entries[i], at)}
+				rule.finish(t.family)
+				c.rules = append(c.rules, rule)
+			}
+			c.prepare()
+			return nil
 		}
-		c.prepare()
 	}
-	return t, nil
+	return nil
 }
 
 // legacyOps translates a rule. At are the chains by the offset of their first rule.

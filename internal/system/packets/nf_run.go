@@ -67,8 +67,9 @@ func (c *nfChain) at() int32 {
 	return c.priority
 }
 
-// update is an element that a rule added to a dynamic set.
+// update is an element that a rule added to a dynamic set, or took out of it.
 type update struct {
+	gone      bool
 	set       *nfSet
 	key, data string
 	timeout   uint64
@@ -287,7 +288,7 @@ func (w *walker) end(m *machine, e Ending) {
 		if m.translated {
 			e.Verdict, e.To, e.Recalled = Sent, w.destination(m), m.recalled
 			for _, u := range m.updates {
-				if !u.ingress {
+				if !u.ingress && !u.gone {
 					e.Remembered = uint32((u.timeout + 500) / 1000)
 				}
 			}
@@ -316,14 +317,12 @@ const (
 func (w *walker) base(m *machine) (bool, error) {
 	for {
 		f := &m.stack[m.depth]
+		if err := f.chain.loaded(); err != nil {
+			return true, fmt.Errorf("%s: %w", f.chain, err)
+		}
 		if f.rule >= len(f.chain.rules) {
 			if m.depth == 0 {
-				if c := w.rules.hooks[w.family][m.hook][m.base]; c.drops {
-					w.by, w.handle = c, 0
-					w.end(m, Ending{Verdict: Dropped})
-					return true, nil
-				}
-				return false, nil
+				return w.policy(m), nil
 			}
 			m.depth--
 			continue
@@ -361,6 +360,16 @@ func (w *walker) base(m *machine) (bool, error) {
 		}
 		m.op = 0
 	}
+}
+
+// policy ends a base chain, and reports whether the packet is at its end by that.
+func (w *walker) policy(m *machine) bool {
+	c := w.rules.hooks[w.family][m.hook][m.base]
+	if c.drops {
+		w.by, w.handle = c, 0
+		w.end(m, Ending{Verdict: Dropped})
+	}
+	return c.drops
 }
 
 // rule evaluates a rule from m.op on.
@@ -596,16 +605,27 @@ func (w *walker) find(m *machine, op *nfOp, key []byte) (e *nfElement, err error
 	if op.set.read == nil {
 		return op.set.find(key), nil
 	}
-	found, err := op.set.read([][]byte{key})
-	if w.trace.failed = err; err != nil || found[0] == nil {
+	found, err := w.read(op.set, [][]byte{key})
+	if err != nil || found[0] == nil {
 		return nil, err
 	}
 	keys := m.alike
 	if m.alike = nil; keys == nil {
 		keys = [][]byte{bytes.Clone(key)}
 	}
-	m.step.Found = append(slices.Clip(m.step.Found), Found{op.set.name, keys})
+	if m.step != nil {
+		m.step.Found = append(slices.Clip(m.step.Found), Found{op.set.name, keys})
+	}
 	return found[0], nil
+}
+
+// read reads elements of a set by their keys.
+func (w *walker) read(s *nfSet, keys [][]byte) ([]*nfElement, error) {
+	found, err := s.read(keys)
+	if w.trace != nil {
+		w.trace.failed = err
+	}
+	return found, err
 }
 
 // remembered looks into a dynamic set, which holds only what the client's earlier packets left, unless its elements are
@@ -614,6 +634,9 @@ func (w *walker) remembered(m *machine, op *nfOp, key []byte) (result, error) {
 	for _, list := range [][]update{m.updates, w.memory} {
 		for i := len(list) - 1; i >= 0; i-- {
 			if u := &list[i]; u.set == op.set && u.key == string(key) {
+				if u.gone {
+					return match(op.inverted)
+				}
 				m.recalled = m.recalled || m.hook != hookIngress
 				if op.isMap {
 					m.load(op.dest, []byte(u.data))
@@ -716,10 +739,10 @@ func (w *walker) act(m *machine, op *nfOp) (result, error) {
 	return goOn, nil
 }
 
-// update adds an element to a dynamic set.
+// update adds an element to a dynamic set, or takes it out.
 func (m *machine) update(op *nfOp) {
 	u := update{set: op.set, key: string(m.regs[op.source : op.source+op.n]), timeout: op.timeout,
-		ingress: m.hook == hookIngress}
+		ingress: m.hook == hookIngress, gone: op.what == dynsetDelete}
 	if op.dest >= 0 {
 		u.data = string(m.regs[op.dest : op.dest+op.set.dataLen])
 	}

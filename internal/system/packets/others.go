@@ -1,7 +1,6 @@
 package packets
 
 import (
-	"crypto/sha256"
 	"errors"
 	"fmt"
 	"net/netip"
@@ -13,30 +12,58 @@ import (
 	"github.com/verdict-proxy/verdict/internal/system/netlink"
 )
 
-// ReadOthers reads the tables of nf_tables, of the families ip, ip6 and inet, that have a chain by which packets come
-// in, are sent, forwarded or translated, but for those of a name, and the tables raw, mangle and filter of legacy
-// iptables, in the network namespace of the calling thread. A kernel without nf_tables has none of the former.
+// maxOthers bounds how many rules of other programs are kept, of all chains that packets come to. Rules take some 1 KB
+// each; a proxy reads them every minute.
+const maxOthers = 10_000
+
+// maxLegacy bounds how many bytes of one table of legacy iptables are read: the kernel gives all of it or nothing. A
+// rule has some 200 bytes.
+const maxLegacy = 8 << 20
+
+// ErrTooMany says that other programs have more rules than are read.
+var ErrTooMany = errors.New("other programs have too many rules to follow a packet through")
+
+// others reads rules of other programs as packets come to their chains, and elements of sets by their keys: how much
+// there is, is not for Verdict to say.
+type others struct {
+	*reader
+	// room is how many rules there is room for.
+	room int
+}
+
+// ReadOthers opens the tables of nf_tables, of the families ip, ip6 and inet, that have a chain by which packets come
+// in, are taken, sent, forwarded or translated, but for those of a name, and the tables raw, mangle and filter of
+// legacy iptables, in the network namespace of the calling thread. A kernel without nf_tables has none of the former.
+// What is in the chains is read when packets come there. Close has to be called if there is no error.
 func ReadOthers(name string, host *Host) (*Rules, error) {
 	c, err := netlink.Dial(unix.NETLINK_NETFILTER, 0)
 	if err != nil {
 		return nil, fmt.Errorf("read nf_tables: %w", err)
 	}
-	defer c.Close()
-	r := reader{Conn: c, digest: sha256.New(), rules: &Rules{host: host}}
-	tables, err := r.others(name)
+	o := &others{&reader{Conn: c, rules: &Rules{host: host}}, maxOthers}
+	o.rules.close = func() error { return o.Close() }
+	if err := o.read(name); err != nil {
+		return nil, errors.Join(err, o.Close())
+	}
+	o.rules.order()
+	return o.rules, nil
+}
+
+// Close ends the reading of ReadOthers.
+func (r *Rules) Close() error { return r.close() }
+
+func (o *others) read(name string) error {
+	tables, err := o.others(name)
 	if err != nil && !errors.Is(err, unix.EINVAL) && !errors.Is(err, unix.EOPNOTSUPP) {
-		return nil, fmt.Errorf("read nf_tables: %w", err)
+		return fmt.Errorf("read nf_tables: %w", err)
 	}
 	for _, t := range tables {
-		if err := r.other(t); err != nil {
-			return nil, fmt.Errorf("read table %s of nf_tables: %w", t.name, err)
+		t.others = o
+		if err := o.baseChains(t); err != nil {
+			return fmt.Errorf("read table %s of nf_tables: %w", t.name, err)
 		}
 	}
-	if err := r.legacy(); err != nil {
-		return nil, err
-	}
-	r.rules.order()
-	return r.rules, nil
+	return o.legacy()
 }
 
 // ReadAll reads all tables of nf_tables, of the families ip, ip6 and inet, in the network namespace of the calling
@@ -73,25 +100,183 @@ func (r *reader) others(name string) (tables []*nfTable, err error) {
 	return tables, err
 }
 
-// other reads what is in a table, if it is of interest. One that went meanwhile has nothing.
-func (r *reader) other(t *nfTable) error {
-	if err := r.chains(t); err != nil {
+// baseChains reads the base chains of a table, and forgets a table that has none of interest. One that went meanwhile
+// has none.
+func (o *others) baseChains(t *nfTable) error {
+	err := o.list(request(unix.NFT_MSG_GETCHAIN, unix.NLM_F_DUMP, t), func() { clear(t.chains) }, func(attrs []byte) {
+		if netlink.Find(attrs, unix.NFTA_CHAIN_HOOK) == nil { // there may be many others: see nfTable.chain
+			return
+		}
+		if a := netlink.Decode(attrs); a[unix.NFTA_CHAIN_TABLE].Text() == t.name {
+			t.addChain(a)
+		}
+	})
+	if err != nil {
 		return err
 	}
 	concerns := false
 	for _, c := range t.chains {
-		concerns = concerns || c.base && (c.nat || c.hook == hookForward || c.hook == hookPrerouting || c.hook == hookOutput)
+		o.readLater(c)
+		concerns = concerns || c.base && (c.nat || c.hook <= hookOutput)
 	}
-	if !concerns {
-		return nil
+	if concerns {
+		o.rules.tables[t.family] = append(o.rules.tables[t.family], t)
 	}
-	for _, read := range []func(*nfTable) error{r.sets, r.ruleset} {
-		if err := read(t); err != nil && !errors.Is(err, unix.ENOENT) {
+	return nil
+}
+
+func (o *others) readLater(c *nfChain) { c.load = func() error { return o.readRules(c) } }
+
+// readRules reads the rules of a chain.
+func (o *others) readRules(c *nfChain) error {
+	for range maxReads {
+		list, err := o.listRules(c)
+		switch {
+		case errors.Is(err, unix.EINTR): // others changed it meanwhile
+			continue
+		case err != nil && !errors.Is(err, unix.ENOENT):
 			return err
 		}
+		for _, r := range list {
+			c.rules = append(c.rules, c.table.compile(r.handle, r.expressions))
+		}
+		c.prepare()
+		return nil
 	}
-	r.rules.tables[t.family] = append(r.rules.tables[t.family], t)
-	return nil
+	return ErrBusy
+}
+
+// rawRule is a rule as the kernel lists it.
+type rawRule struct {
+	handle      uint64
+	expressions []byte
+}
+
+// listRules lists the rules of a chain while there is room. To list them takes the kernel the longer, by far, the more
+// there are, since for each datagram it goes through the chain from its beginning: so the list is not read to its end
+// if it is too long.
+func (o *others) listRules(c *nfChain) (list []rawRule, err error) {
+	if o.room <= 0 {
+		return nil, ErrTooMany
+	}
+	if err := o.Ask(request(unix.NFT_MSG_GETRULE, unix.NLM_F_DUMP, c.table, unix.NFTA_RULE_CHAIN, c.name)); err != nil {
+		return nil, err
+	}
+	for done := false; !done && err == nil && len(list) <= o.room; {
+		done, err = o.Next(func(body []byte) {
+			a := body[min(netlink.NetfilterLen, len(body)):]
+			if netlink.Find(a, unix.NFTA_RULE_CHAIN).Text() == c.name &&
+				netlink.Find(a, unix.NFTA_RULE_TABLE).Text() == c.table.name {
+				list = append(list, rawRule{netlink.Find(a, unix.NFTA_RULE_HANDLE).Big64(),
+					clone(netlink.Find(a, unix.NFTA_RULE_EXPRESSIONS))})
+			}
+		})
+	}
+	if err != nil || len(list) <= o.room {
+		o.room -= len(list)
+		return list, err
+	}
+	o.room = 0
+	return nil, errors.Join(ErrTooMany, o.again())
+}
+
+// again opens the socket anew: to ask through one that has an unread list means to read that.
+func (o *others) again() error {
+	c, err := netlink.Dial(unix.NETLINK_NETFILTER, 0)
+	if err != nil {
+		return err
+	}
+	err = o.Close()
+	o.Conn = c
+	return err
+}
+
+// loaded reads the rules of the chain, unless they are there.
+func (c *nfChain) loaded() error {
+	if c.load != nil {
+		c.unread, c.load = c.load(), nil
+	}
+	return c.unread
+}
+
+// chain returns a chain; nil if there is none. One that others wrote is there if a rule names it.
+func (t *nfTable) chain(name string) *nfChain {
+	c := t.chains[name]
+	if c == nil && t.others != nil {
+		c = &nfChain{table: t, name: name}
+		t.others.readLater(c)
+		t.chains[name] = c
+	}
+	return c
+}
+
+// set returns a set; nil if there is none.
+func (t *nfTable) set(name string) *nfSet {
+	if s := t.sets[name]; s != nil || t.others == nil {
+		return s
+	}
+	body, err := t.others.Get(request(unix.NFT_MSG_GETSET, 0, t, unix.NFTA_SET_NAME, name))
+	if err != nil || len(body) < netlink.NetfilterLen {
+		return nil
+	}
+	s := newSet(netlink.Decode(body[netlink.NetfilterLen:]))
+	if !s.dynamic() {
+		s.read = func(keys [][]byte) ([]*nfElement, error) { return t.others.find(s, t, keys) }
+	}
+	t.sets[name] = s
+	return s
+}
+
+// find asks for the elements of a set that have the keys, or whose ranges do.
+func (o *others) find(s *nfSet, t *nfTable, keys [][]byte) ([]*nfElement, error) {
+	if len(keys) > maxOthers {
+		return nil, ErrTooMany
+	}
+	out := make([]*nfElement, len(keys))
+	for i, key := range keys {
+		e, err := o.element(s, t, key)
+		if e == nil && err == nil {
+			e, err = o.element(s, t, nil)
+		}
+		if err != nil {
+			return nil, fmt.Errorf("set %s %s: %w", t.place(), s.name, err)
+		}
+		out[i] = e
+	}
+	return out, nil
+}
+
+// element asks for an element by its key, or for that of all other keys, which nil stands for; nil if it is not there.
+func (o *others) element(s *nfSet, t *nfTable, key []byte) (*nfElement, error) {
+	var w netlink.Buffer
+	m := w.Netfilter(netlink.NFTables(unix.NFT_MSG_GETSETELEM), 0, t.proto())
+	w.Text(unix.NFTA_SET_ELEM_LIST_TABLE, t.name)
+	w.Text(unix.NFTA_SET_ELEM_LIST_SET, s.name)
+	list := w.Nest(unix.NFTA_SET_ELEM_LIST_ELEMENTS)
+	elem := w.Nest(unix.NFTA_LIST_ELEM)
+	if key == nil {
+		w.Big32(unix.NFTA_SET_ELEM_FLAGS, catchAll)
+	} else {
+		value := w.Nest(unix.NFTA_SET_ELEM_KEY)
+		w.Attr(unix.NFTA_DATA_VALUE, key...)
+		w.Close(value)
+	}
+	w.Close(elem)
+	w.Close(list)
+	w.End(m)
+	body, err := o.Get(w.Bytes())
+	// A kernel that knows none for all other keys, before Linux 5.13, asks for a key.
+	if errors.Is(err, unix.ENOENT) || key == nil && errors.Is(err, unix.EINVAL) {
+		return nil, nil
+	}
+	if err != nil || len(body) < netlink.NetfilterLen {
+		return nil, err
+	}
+	for _, elem := range netlink.Each(netlink.Find(body[netlink.NetfilterLen:], unix.NFTA_SET_ELEM_LIST_ELEMENTS)) {
+		e := t.element(elem)
+		return &e.nfElement, nil
+	}
+	return nil, nil
 }
 
 // Crossing is what the chains of one hook do to a packet.
@@ -112,6 +297,11 @@ type Crossing struct {
 // translated it.
 func (r *Rules) Forward(p Packet, before netip.AddrPort) (Crossing, error) {
 	return r.cross(p, hookForward, before, func(*nfChain) bool { return true })
+}
+
+// Input follows a packet through the input hook, as Forward does.
+func (r *Rules) Input(p Packet, before netip.AddrPort) (Crossing, error) {
+	return r.cross(p, hookInput, before, func(*nfChain) bool { return true })
 }
 
 // Translate follows a packet through the chains that see it before those that translate destinations at a priority.
@@ -159,6 +349,8 @@ func (t *nfTable) place() string {
 		return t.family.NFT() + "tables-legacy " + t.name
 	case t.both:
 		return "inet " + t.name
+	case t.ingress:
+		return "netdev " + t.name
 	}
 	return t.family.NFT() + " " + t.name
 }
@@ -170,7 +362,13 @@ func (r *Rules) HasTable(name string) bool {
 
 // HasChain reports whether one of the tables has a chain.
 func (r *Rules) HasChain(name string) bool {
-	return r.any(func(t *nfTable) bool { return t.chains[name] != nil })
+	return r.any(func(t *nfTable) bool {
+		if t.others == nil || t.chains[name] != nil {
+			return t.chains[name] != nil
+		}
+		_, err := t.others.Get(request(unix.NFT_MSG_GETCHAIN, 0, t, unix.NFTA_CHAIN_NAME, name))
+		return err == nil
+	})
 }
 
 func (r *Rules) any(is func(*nfTable) bool) bool {
@@ -182,8 +380,8 @@ func (r *Rules) Translators(priority int32) (names []string) {
 	for _, hooks := range r.hooks {
 		for _, hook := range []int{hookPrerouting, hookOutput} {
 			for _, c := range hooks[hook] {
-				if name := c.table.place() + " " + c.name; c.ahead(priority) && len(c.rules) > 0 &&
-					!slices.Contains(names, name) {
+				if name := c.table.place() + " " + c.name; c.ahead(priority) && !slices.Contains(names, name) &&
+					(c.loaded() != nil || len(c.rules) > 0) {
 					names = append(names, name)
 				}
 			}
