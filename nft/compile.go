@@ -217,7 +217,7 @@ func compileFrontend(sp *dataplane.ServicePort, f *dataplane.Frontend) frontend 
 	node, out := f.Route(dataplane.Node), f.Route(dataplane.Anyone)
 	scheduled := sp.Scheduled(f)
 	c := frontend{key: f.Key, clusterIP: f.Kind == dataplane.ClusterIP, restricted: f.Sources != nil,
-		kept:   f.Kept,
+		kept:   sp.Keep != nil && f.Keepable(),
 		retry:  retries(sp, node.Pool, out.Pool, scheduled != nil),
 		inside: poolOf(sp, node.Pool, scheduled), outside: poolOf(sp, out.Pool, scheduled)}
 	switch {

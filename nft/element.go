@@ -204,11 +204,12 @@ func ElementFrom(f ipfamily.Family, set SetID, key, keyEnd, data []byte, chain, 
 	return e, true
 }
 
-// PaddedLen is the length of fields one after the other, each padded to four bytes.
+// PaddedLen is the length of fields one after the other, each padded to four bytes; that of a single one that is a key
+// by itself, as it is.
 func PaddedLen(f ipfamily.Family, fields []Field) int {
 	n := 0
 	for _, field := range fields {
-		if field == EtherSource { // which stands alone
+		if field == EtherSource && len(fields) == 1 {
 			return field.Len(f)
 		}
 		n += (field.Len(f) + 3) &^ 3

@@ -18,13 +18,15 @@ import (
 // chains there belong to its Table as all others do; which table of the kernel they are in, IsIngress says.
 //
 // A flow is divided once: KeptFlows has its node until IngressTimeout after its last packet, so a change of the slots
-// moves none. Where it is full, or a node has lost all endpoints, the slots say.
+// moves none. Where it is full, or a node has lost all endpoints, the slots say. KeptRecent spares most packets of a
+// flow the look at who sent the frame, and the refresh of that timeout: it has the node for some seconds, of packets
+// from one link-layer address.
 
 // IsIngress reports whether a set is in the table of the family netdev.
 func (s SetID) IsIngress() bool { return s >= KeptServices && s <= NodeMACs }
 
 // IsIngress reports whether a chain is in the table of the family netdev.
-func (k ChainKind) IsIngress() bool { return k >= KeepIngress && k <= KeepFragments }
+func (k ChainKind) IsIngress() bool { return k >= KeepIngress && k <= KeepErrors }
 
 // IngressTable is the name of a family's table among those of the family netdev.
 func IngressTable(f ipfamily.Family) string {
@@ -39,6 +41,9 @@ const (
 	IngressTimeout = 5 * time.Minute
 	// IngressSize is of how many flows the nodes are remembered. A flow takes about 100 bytes.
 	IngressSize = 1 << 18
+	// recentTimeout is how long the packets of a flow are forwarded without more, and recentSize of how many flows.
+	recentTimeout = 10 * time.Second
+	recentSize    = 1 << 16
 	// fragmentTimeout and fragmentSize are the same for datagrams in fragments, of which only the first has ports.
 	fragmentTimeout = 30 * time.Second
 	fragmentSize    = 1 << 14
@@ -66,6 +71,8 @@ func keepSets() []Set {
 		{ID: KeptOwn, Key: []Field{Priority}, Comment: "this node, for each pool"},
 		{ID: KeptFlows, Key: []Field{RandomSlot, RandomSlot}, Data: []Field{Priority}, Dynamic: true, Size: IngressSize,
 			Comment: "two hashes of client and frontend : node"},
+		{ID: KeptRecent, Key: []Field{SourcePort, RandomSlot, RandomSlot}, Data: []Field{Priority}, Dynamic: true,
+			Size: recentSize, Comment: "client's port, two hashes of the rest : node, for some seconds"},
 		{ID: KeptFragments, Key: []Field{RandomSlot}, Data: []Field{Priority}, Dynamic: true, Size: fragmentSize,
 			Comment: "hash of a datagram in fragments : node"},
 		{ID: NodeMACs, Key: []Field{EtherSource}, Comment: "other nodes: what comes from them is not forwarded again"},
@@ -76,59 +83,87 @@ func keepSets() []Set {
 func IngressSets() []Set { return keepSets() }
 
 // IngressChains is described there.
-func IngressChains(f ipfamily.Family, device string) []Chain {
-	return keepChains(Structure{Device: device}, f)
+func IngressChains(device string) []Chain {
+	return keepChains(Structure{Device: device})
 }
 
 var (
 	keptSlotKey = func(by Field, n int) Concat { return Concat{Fields: []Field{PoolNumber, by}, Mod: uint32(n)} }
 	flowKey     = Concat{Fields: []Field{FlowHash, FlowHash2}, Mod: hashModulus}
 	errorKey    = Concat{Fields: []Field{QuotedHash, QuotedHash2}, Mod: hashModulus}
+	recentKey   = Concat{Fields: []Field{SourcePort, SenderHash, FrontendHash}, Mod: hashModulus}
 	fragmentKey = Concat{Fields: []Field{FragmentHash}, Mod: hashModulus}
 	toMember    = Forward{Key: wholeKey, Map: KeptNodes}
+	here        = Rule{SetLookup{Key: wholeKey, Set: KeptOwn}, ClearPriority{}, Accept{}}
+)
+
+// What rules write of a flow, and of a datagram in fragments.
+var (
+	keptData   = Concat{Fields: []Field{Priority}}
+	keptFlow   = Update{Map: KeptFlows, Key: flowKey, Timeout: IngressTimeout, Data: keptData}
+	keptRecent = Update{Map: KeptRecent, Key: recentKey, Timeout: recentTimeout, Data: keptData}
+	keptFirst  = Update{Map: KeptFragments, Key: fragmentKey, Timeout: fragmentTimeout, Data: keptData}
 )
 
 // keepChains are those of packets that are forwarded untranslated.
-func keepChains(s Structure, f ipfamily.Family) []Chain {
-	remember := Rule{OfFamily{}, Update{Map: KeptFlows, Key: flowKey, Timeout: IngressTimeout,
-		Data: Concat{Fields: []Field{Priority}}}}
-	fragments := Rule{OfFamily{}, FirstFragment{}, Update{Map: KeptFragments, Key: fragmentKey, Timeout: fragmentTimeout,
-		Data: Concat{Fields: []Field{Priority}}}}
+func keepChains(s Structure) []Chain {
 	find := func(then ChainKind) Rule {
 		return Rule{OfFamily{}, SetPriority{Key: toFrontend, Map: KeptServices}, Goto{then.id()}}
 	}
+	fromNode := Rule{Ethernet{}, SetLookup{Key: Concat{Fields: []Field{EtherSource}}, Set: NodeMACs}, ClearPriority{},
+		Accept{}}
+	follow := func(by Concat, in SetID, then ChainKind) Rule {
+		return Rule{OfFamily{}, SetPriority{Key: by, Map: in}, Goto{then.id()}}
+	}
+	recent, flow := keptRecent, keptFlow
+	recent.Forget, flow.Forget = true, true
+	return append(sendChains(find),
+		Chain{ID: KeepFind.id(), Comment: "flows whose node was not looked up for some seconds",
+			Rules: []Rule{fromNode, follow(flowKey, KeptFlows, KeepKnown), {Goto{KeepShare.id()}}}},
+		Chain{ID: KeepNew.id(), Comment: "a connection begins: it does not follow an earlier one with its ports",
+			Rules: []Rule{{OfFamily{}, Ethernet{}, recent}, {OfFamily{}, flow}, {Goto{KeepFind.id()}}}},
+		Chain{ID: KeepFlow.id(), Comment: "packets to frontends that keep their clients' addresses", Rules: []Rule{
+			{OfFamily{}, FirstFragment{}, Goto{KeepFind.id()}},
+			{TCPFlags{Of: FlagSYN | FlagACK, Are: FlagSYN}, Goto{KeepNew.id()}},
+			{OfFamily{}, Ethernet{}, SetPriority{Key: recentKey, Map: KeptRecent}, toMember}, here, find(KeepFind)}},
+		Chain{ID: KeepFragments.id(), Comment: "fragments without ports follow the first one",
+			Rules: []Rule{fromNode, follow(fragmentKey, KeptFragments, KeepForward), {Accept{}}}},
+		Chain{ID: KeepErrors.id(), Comment: "ICMP errors follow the flow that they quote",
+			Rules: []Rule{fromNode, follow(errorKey, KeptFlows, KeepForward), {Accept{}}}},
+		Chain{ID: KeepIngress.id(), Hook: &Hook{"filter", "ingress", priorityIngress}, Device: s.Device, Rules: []Rule{
+			{NotForHere{}, Accept{}}, find(KeepFlow),
+			{OfFamily{}, LaterFragment{}, Goto{KeepFragments.id()}},
+			{OfFamily{}, TooBig{}, Goto{KeepErrors.id()}},
+		}})
+}
+
+// sendChains are those for packets whose flow has a node, or gets one. Find looks up the frontend.
+func sendChains(find func(then ChainKind) Rule) []Chain {
 	onward := []Rule{{ClearPriority{}}, {Accept{}}}
+	fragments := Rule{OfFamily{}, FirstFragment{}, keptFirst}
 	share := Chain{ID: KeepShare.id(), Comment: "which node has a client's slot"}
 	for i, n := range dataplane.KeepSizes {
-		share.Rules = append(share.Rules,
-			Rule{OfFamily{}, PriorityClassIs{keepClass(i, false)},
-				SetPriority{Key: keptSlotKey(SourcePortBucket, n), Map: KeptSlots}, Goto{KeepSend.id()}},
-			Rule{OfFamily{}, PriorityClassIs{keepClass(i, true)},
-				SetPriority{Key: keptSlotKey(SourceBucket, n), Map: KeptSlots}, Goto{KeepSend.id()}})
+		for _, byAddr := range []bool{false, true} {
+			key := keptSlotKey(SourcePortBucket, n)
+			if byAddr {
+				key = keptSlotKey(SourceBucket, n)
+			}
+			share.Rules = append(share.Rules, Rule{OfFamily{}, PriorityClassIs{keepClass(i, byAddr)},
+				SetPriority{Key: key, Map: KeptSlots}, Goto{KeepSend.id()}})
+		}
 	}
 	share.Rules = append(share.Rules, onward...)
 	return []Chain{
 		{ID: KeepForward.id(), Comment: "to the node, or on here if it is this one",
 			Rules: append([]Rule{{toMember}}, onward...)},
 		{ID: KeepSend.id(), Comment: "flows that get a node",
-			Rules: []Rule{remember, fragments, {Goto{KeepForward.id()}}}},
+			Rules: []Rule{{OfFamily{}, keptFlow}, fragments, {Goto{KeepForward.id()}}}},
 		share,
 		{ID: KeepShareAgain.id(), Comment: "the node of the flow has no endpoint any more",
 			Rules: append([]Rule{find(KeepShare)}, onward...)},
-		{ID: KeepKnown.id(), Comment: "flows that were here before", Rules: append([]Rule{remember, fragments, {toMember},
-			{SetLookup{Key: wholeKey, Set: KeptOwn}, ClearPriority{}, Accept{}}}, Rule{Goto{KeepShareAgain.id()}})},
-		{ID: KeepFlow.id(), Comment: "packets to frontends that keep their clients' addresses",
-			Rules: []Rule{{OfFamily{}, SetPriority{Key: flowKey, Map: KeptFlows}, Goto{KeepKnown.id()}},
-				{Goto{KeepShare.id()}}}},
-		{ID: KeepFragments.id(), Comment: "fragments without ports follow the first one", Rules: []Rule{
-			{OfFamily{}, SetPriority{Key: fragmentKey, Map: KeptFragments}, Goto{KeepForward.id()}}, {Accept{}}}},
-		{ID: KeepIngress.id(), Hook: &Hook{"filter", "ingress", priorityIngress}, Device: s.Device, Rules: []Rule{
-			{NotForHere{}, Accept{}},
-			{Ethernet{}, SetLookup{Key: Concat{Fields: []Field{EtherSource}}, Set: NodeMACs}, Accept{}},
-			{OfFamily{}, LaterFragment{}, Goto{KeepFragments.id()}},
-			find(KeepFlow),
-			{OfFamily{}, TooBig{}, SetPriority{Key: errorKey, Map: KeptFlows}, Goto{KeepForward.id()}},
-		}},
+		{ID: KeepKnown.id(), Comment: "flows that were here before", Rules: []Rule{{OfFamily{}, keptFlow},
+			{OfFamily{}, Ethernet{}, keptRecent}, fragments, {toMember},
+			here, {Goto{KeepShareAgain.id()}}}},
 	}
 }
 
@@ -415,18 +450,22 @@ const (
 // An ICMP error quotes a packet of the endpoint's node to the client, as translated back: its source is the frontend.
 // With a header of options, IPv4's quoted ports are not at this place; then the error goes on here as all others do.
 func HashOf(f ipfamily.Family, field Field) *Hashed {
-	flow := []Field{SourceAddr, SourcePort, DestAddr, DestPort}
 	quoted := ipfamily.Per[[][2]uint32]{{{192, 32}, {240, 16}, {160, 32}, {224, 16}},
 		{{256, 128}, {400, 16}, {128, 128}, {384, 16}}}[f]
+	protocol := ipfamily.Per[[2]uint32]{{136, 8}, {112, 8}}[f]
 	switch field {
 	case FlowHash:
-		return &Hashed{Fields: flow, Seed: seedFlow}
-	case FlowHash2:
-		return &Hashed{Fields: flow, Seed: seedFlow2}
+		return &Hashed{Fields: []Field{SourceAddr, SourcePort, DestAddr, DestPort}, Seed: seedFlow}
+	case FlowHash2: // not of all, which nft 1.0.6 has no registers for
+		return &Hashed{Fields: []Field{L4Proto, SourcePort, DestAddr, DestPort}, Seed: seedFlow2}
 	case QuotedHash:
 		return &Hashed{Raw: quoted, Seed: seedFlow}
 	case QuotedHash2:
-		return &Hashed{Raw: quoted, Seed: seedFlow2}
+		return &Hashed{Raw: append([][2]uint32{protocol}, quoted[1:]...), Seed: seedFlow2}
+	case SenderHash:
+		return &Hashed{Fields: []Field{EtherSource, L4Proto, SourceAddr}, Seed: seedFlow}
+	case FrontendHash:
+		return &Hashed{Fields: []Field{DestAddr, DestPort}, Seed: seedFlow}
 	case FragmentHash: // addresses, and the datagram's identification
 		fields := []Field{SourceAddr, DestAddr, DatagramID}
 		if f == ipfamily.IPv6 { // whose identification is in the next header

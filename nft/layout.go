@@ -76,6 +76,7 @@ const (
 	KeptNodes
 	KeptOwn
 	KeptFlows
+	KeptRecent
 	KeptFragments
 	NodeMACs
 	// NumSets is how many there are.
@@ -92,7 +93,7 @@ var setNames = [...]string{
 	"accepted", "forsaken", "retried", "refused-shares", "rate-limits", "limited-pools",
 	"dropping-pools", "client-limits", "client-rates", "limited-clients", "limited-buckets",
 	"full-pools", "full-clients",
-	"kept", "kept-slots", "kept-nodes", "kept-own", "kept-flows", "kept-fragments", "node-macs",
+	"kept", "kept-slots", "kept-nodes", "kept-own", "kept-flows", "kept-recent", "kept-fragments", "node-macs",
 }
 
 func (s SetID) String() string { return setNames[s] }
@@ -103,7 +104,7 @@ func (s SetID) isBookkeeping() bool { return s == RevisionSet || s == DigestSet 
 
 // IsDynamic reports whether rules write to a set, so that its elements come and go at any time.
 func (s SetID) IsDynamic() bool {
-	return s == Affinity || s.ComesLater() || s == KeptFlows || s == KeptFragments
+	return s == Affinity || s.ComesLater() || s >= KeptFlows && s <= KeptFragments
 }
 
 // EvidenceSets are the sets of evidence, which a table has only while Structure.Evidence is set.
@@ -200,7 +201,10 @@ const (
 	KeepShareAgain
 	KeepKnown
 	KeepFlow
+	KeepNew
+	KeepFind
 	KeepFragments
+	KeepErrors
 	numFixedChains
 	// Pick chains choose one of N endpoints; UncountedPick chains choose among endpoints without counters.
 	Pick ChainKind = iota
@@ -237,7 +241,7 @@ var chainNames = [...]string{
 	"refused", "answers", "unanswered", "evidence", "evidence-input", "record-resets", "record-resets-input", "over-limit",
 	"limited-pool",
 	"keep-ingress", "keep-forward", "keep-send", "keep-share", "keep-share-again", "keep-known", "keep-flow",
-	"keep-fragments", "",
+	"keep-new", "keep-find", "keep-fragments", "keep-errors", "",
 	"pick", "uncounted-pick", "sticky", "remember", "client-limit", "hash", "uncounted-hash", "hash-port",
 	"uncounted-hash-port", "sticky-hash",
 }
@@ -511,7 +515,7 @@ func optionalChains(t *Table, s Structure, f ipfamily.Family) (out []Chain) {
 		out = append(out, evidence(s)...)
 	}
 	if s.Device != "" {
-		out = append(out, keepChains(s, f)...)
+		out = append(out, keepChains(s)...)
 	}
 	return out
 }

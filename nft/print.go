@@ -16,6 +16,8 @@ import (
 type Listing struct {
 	Table    Table
 	Elements [NumSets][]Listed
+	// Left is how many elements of each set are left out.
+	Left [NumSets]int
 }
 
 // Listed is an element with what the kernel adds to it.
@@ -83,7 +85,7 @@ func (l *Listing) printPart(b *bufio.Writer, ingress bool) {
 	t := &l.Table
 	for i := range t.Sets {
 		if t.Sets[i].ID.IsIngress() == ingress {
-			printSet(b, t.Family, &t.Sets[i], l.Elements[t.Sets[i].ID])
+			printSet(b, t.Family, &t.Sets[i], l.Elements[t.Sets[i].ID], l.Left[t.Sets[i].ID])
 		}
 	}
 	for i := range t.Chains {
@@ -94,7 +96,7 @@ func (l *Listing) printPart(b *bufio.Writer, ingress bool) {
 	b.WriteString("}\n")
 }
 
-func printSet(w *bufio.Writer, f ipfamily.Family, s *Set, elements []Listed) {
+func printSet(w *bufio.Writer, f ipfamily.Family, s *Set, elements []Listed, left int) {
 	kind, data := "set", ""
 	switch {
 	case s.Verdicts:
@@ -130,6 +132,9 @@ func printSet(w *bufio.Writer, f ipfamily.Family, s *Set, elements []Listed) {
 	}
 	if len(elements) > 0 {
 		w.WriteString(" }\n")
+	}
+	if left > 0 {
+		fmt.Fprintf(w, "\t\t# and %d elements more, which are left out here\n", left)
 	}
 	w.WriteString("\t}\n")
 }

@@ -120,12 +120,16 @@ const (
 	ReplySourcePort
 	// EtherSource is the sender's link-layer address.
 	EtherSource
-	// FlowHash and FlowHash2 are hashes of the packet's addresses and ports. QuotedHash and QuotedHash2 are those of the
-	// other direction of the packet that an ICMP error quotes.
+	// FlowHash is a hash of the packet's addresses and ports. FlowHash2 has the protocol in place of the client's address.
+	// QuotedHash and QuotedHash2 are those of the other direction of the packet that an ICMP error quotes.
 	FlowHash
 	FlowHash2
 	QuotedHash
 	QuotedHash2
+	// SenderHash is a hash of what is known of the packet's sender but for the port: addresses, also that of the link
+	// layer, and protocol. FrontendHash is one of the destination's address and port.
+	SenderHash
+	FrontendHash
 	// DatagramID is IPv4's identification of a datagram, which its fragments have in common.
 	DatagramID
 	// FragmentHash is a hash of a fragment's addresses and identification.
@@ -182,7 +186,7 @@ func fieldText(f ipfamily.Family, field Field, mod uint32) string {
 		return "ether saddr"
 	case DatagramID:
 		return "ip id"
-	case FlowHash, FlowHash2, QuotedHash, QuotedHash2, FragmentHash:
+	case FlowHash, FlowHash2, QuotedHash, QuotedHash2, SenderHash, FrontendHash, FragmentHash:
 		return HashOf(f, field).text(f, mod)
 	case PoolNumber:
 		return "meta priority & " + classID(PoolMask)
@@ -319,14 +323,21 @@ type Update struct {
 	Once bool
 	// Limit, if any, gives each element a limit of the packets that match.
 	Limit Limit
+	// Forget takes the element out of the map instead.
+	Forget bool
 }
 
 func (s Update) text(f ipfamily.Family) string {
 	text := "update"
-	if s.Once {
+	switch {
+	case s.Once:
 		text = "add"
+	case s.Forget:
+		text = "delete"
 	}
-	text += " @" + s.Map.String() + " { " + s.Key.text(f) + " timeout " + secondsText(s.Timeout)
+	if text += " @" + s.Map.String() + " { " + s.Key.text(f); !s.Forget {
+		text += " timeout " + secondsText(s.Timeout)
+	}
 	if s.Limit.Rate > 0 {
 		text += " " + s.Limit.String()
 	}

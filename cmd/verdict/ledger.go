@@ -77,7 +77,8 @@ place. With --ledger it reads files alone, on any machine, without a running pro
 
 With --check, log verifies that no record was changed or removed; otherwise it prints the place, and
 exits with status 1. With --replay, log writes what the kernel held at the end, or at --at, into the
-network namespace that it runs in, which must not have Verdict's tables. This needs CAP_NET_ADMIN.`,
+network namespace that it runs in, which must not have Verdict's tables. This needs CAP_NET_ADMIN. Tables
+at the ingress of a device are written if there is a device of that name.`,
 		Example: `  verdict log --since 10m
   verdict log --service shop/cart --elements -f
   verdict log --check --ledger /tmp/copy-of-ledger
@@ -207,8 +208,12 @@ func (o *logOptions) replayLedger(dir string, w io.Writer) error {
 	if err != nil {
 		return err
 	}
-	if err := past.Write(); err != nil {
+	without, err := past.Write()
+	if err != nil {
 		return err
+	}
+	if without != "" {
+		terminal.Warn("the tables at the ingress of", without, "were not written: there is no such device here")
 	}
 	replayed := map[string]any{"record": past.Last.Number, "at": past.Last.At, "held": past.Held}
 	return inspect.Show(w, o.json, replayed, func(p *terminal.Printer) {

@@ -27,11 +27,12 @@ var plans = map[string][]string{
 		"--delete-object", "Service/shop/nobody", "--all"},
 	"same":     {"-f", "../../examples/cluster.yaml"},
 	"backends": {"-f", "testdata/plan/backends.yaml", "--verbose"},
+	"kept":     {"-f", "testdata/plan/kept.yaml"},
 }
 
 // planArgs are those of a plan from objects alone.
 func planArgs(name string) []string {
-	from := map[string]string{"backends": "canary"}[name]
+	from := map[string]string{"backends": "canary", "kept": "kept"}[name]
 	return slices.Concat([]string{"plan", "--live=false"}, plans[name], explainFrom[cmp.Or(from, "cluster")])
 }
 

@@ -27,15 +27,16 @@ import (
 
 func newRender() *cobra.Command {
 	var policy inspect.Policy
-	var from, family string
+	var from, family, device string
 	cmd := &cobra.Command{
 		Use:   "render",
 		Short: "Print the ruleset for manifests, as nft or iptables-restore text",
 		Long: `Render prints the nftables ruleset that "verdict run" would write for the same manifests on the node
 --hostname-override. It does not touch the kernel and needs no privileges. "nft -f" can load the
 output. Node ports are shown at the addresses of the Node object, because render does not read the
-addresses of the node's interfaces. Nor does it know the node's neighbours, so Services that keep their
-clients' addresses are masqueraded, and there are no tables at the ingress of a device.
+addresses of the node's interfaces. Nor does it know the node's neighbours: with --device NAME, it takes
+all other Nodes for neighbours by this Ethernet device, and prints the tables at its ingress; otherwise
+Services that keep their clients' addresses are masqueraded.
 
 With --backend=iptables it prints the input of "iptables-restore --noflush" for IPv4, or with
 --family=ipv6 the input of "ip6tables-restore --noflush".
@@ -54,7 +55,7 @@ it.`,
 			if err != nil {
 				return err
 			}
-			r := renderRun{config: decisions, from: from, out: cmd.OutOrStdout()}
+			r := renderRun{config: decisions, from: from, device: device, out: cmd.OutOrStdout()}
 			if r.chains, err = chainsToRender(&policy, family, cmd.Flags().Changed("family")); err != nil {
 				return err
 			}
@@ -64,15 +65,16 @@ it.`,
 	f := cmd.Flags()
 	f.StringVar(&from, "from", "", "manifest file, directory of manifests, or - (standard input)")
 	f.StringVar(&family, "family", "ipv4", "with --backend=iptables: ipv4 or ipv6")
+	f.StringVar(&device, "device", "", "the node's Ethernet device, by which all other Nodes are taken for neighbours")
 	policy.AddFlags(f)
 	return cmd
 }
 
 // renderRun is what is to be printed, and where.
 type renderRun struct {
-	config dataplane.Config
-	from   string
-	out    io.Writer
+	config       dataplane.Config
+	from, device string
+	out          io.Writer
 	// chains, if not nil, says that rules of iptables are to be printed.
 	chains *renderChains
 }
@@ -108,9 +110,9 @@ func chainsToRender(policy *inspect.Policy, family string, said bool) (*renderCh
 func (r *renderRun) render(ctx context.Context) error {
 	w, config := r.out, r.config
 	if r.chains != nil {
-		config.IPVS.Mode = dataplane.IPVSNever
+		config.IPVS.Mode, config.CannotKeep = dataplane.IPVSNever, true
 	}
-	state, problems, err := computeState(ctx, config, r.from)
+	state, problems, err := computeState(ctx, config, r.from, r.device)
 	if err != nil {
 		return err
 	}
@@ -164,9 +166,10 @@ func renderIPVS(w io.Writer, state *dataplane.State) error {
 }
 
 // computeState gives the state that manifests ask for on a host whose addresses are those of its Node object, and all
-// that is wrong with them.
-func computeState(ctx context.Context, config dataplane.Config, from string) (*dataplane.State, []error, error) {
-	snap, problems, err := inspect.LoadManifests(ctx, from, config.NodeName)
+// that is wrong with them. Device is that of inspect.LoadOnLink.
+func computeState(ctx context.Context, config dataplane.Config, from, device string) (*dataplane.State, []error,
+	error) {
+	snap, problems, err := inspect.LoadOnLink(ctx, from, config.NodeName, device)
 	if err != nil {
 		return nil, nil, err
 	}

@@ -130,7 +130,7 @@ func write(t *testing.T, file string, flags []string) error {
 	labtest.Check(t, f.Parse(flags))
 	config, err := p.Config()
 	labtest.Check(t, err)
-	st, _, err := computeState(t.Context(), config, file)
+	st, _, err := computeState(t.Context(), config, file, "")
 	labtest.Check(t, err)
 	backend, err := backends.OpenKernel(kernel.Options{})
 	if err != nil {
@@ -228,4 +228,52 @@ func TestRenderPipe(t *testing.T) {
 	if got != string(want) {
 		t.Errorf("through a pipe render prints something else:\n%s", labtest.FirstDifference(got, string(want)))
 	}
+}
+
+// TestRenderIngress: with the name of the node's device, render prints the tables at its ingress, which nft loads where
+// there is one.
+func TestRenderIngress(t *testing.T) {
+	file := filepath.Join(t.TempDir(), "kept.yaml")
+	labtest.Check(t, os.WriteFile(file, []byte(`
+apiVersion: v1
+kind: Service
+metadata: {name: web, namespace: shop, annotations: {verdict-proxy.github.io/client-address: keep}}
+spec: {clusterIP: 10.96.0.80, type: LoadBalancer, ports: [{port: 80}]}
+status: {loadBalancer: {ingress: [{ip: 203.0.113.10}]}}
+---
+apiVersion: discovery.k8s.io/v1
+kind: EndpointSlice
+metadata: {name: web-1, namespace: shop, labels: {kubernetes.io/service-name: web}}
+addressType: IPv4
+ports: [{port: 8080}]
+endpoints: [{addresses: [10.244.2.5], nodeName: node-2}]
+---
+apiVersion: v1
+kind: Node
+metadata: {name: node-1}
+status: {addresses: [{type: InternalIP, address: 192.0.2.1}]}
+---
+apiVersion: v1
+kind: Node
+metadata: {name: node-2}
+status: {addresses: [{type: InternalIP, address: 192.0.2.2}]}
+`), 0o644))
+	render := []string{"render", "--from", file, "--hostname-override", "node-1", "--client-address", "annotated"}
+	without, err := command(render...)
+	labtest.Check(t, err)
+	if strings.Contains(without, "netdev") {
+		t.Errorf("without a device, there are tables at an ingress:\n%s", without)
+	}
+	text, err := command(append(render, "--device", "eth7")...)
+	labtest.Check(t, err)
+	for _, want := range []string{"table netdev verdict {", `hook ingress device "eth7"`, `comment "shop/web" : 192.0.2.2`,
+		"203.0.113.10 . tcp . 80"} {
+		if !strings.Contains(text, want) {
+			t.Errorf("%q is not in\n%s", want, text)
+		}
+	}
+	h := labtest.NewHost(t, labtest.NewNet(t), "node-1")
+	labtest.Run(t, h, "", "ip", "link", "add", "eth7", "type", "veth")
+	nfts := labtest.Nfts(t)
+	labtest.Run(t, h, text, nfts[len(nfts)-1].Path, "-f", "-")
 }

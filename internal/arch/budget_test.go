@@ -10,14 +10,14 @@ import (
 // in the commit what the lines are for, and what they replace.
 var budget = map[string]int{
 	"cmd":              4_810,
-	"nft":              19_530,
+	"nft":              19_640,
 	"ipvsplugin":       3_270,
-	"sync":             16_200,
-	"internal/system":  8_590,
-	"internal/proxy":   28_490,
-	"internal/answers": 15_390,
+	"sync":             16_250,
+	"internal/system":  8_640,
+	"internal/proxy":   28_520,
+	"internal/answers": 15_550,
 	"internal/gateway": 3_820,
-	"internal/lab":     10_770,
+	"internal/lab":     10_780,
 }
 
 // slack is how far below its budget a wing may be before the budget has to follow.

@@ -94,6 +94,8 @@ type unwritten struct {
 	// they stay the same.
 	device      string
 	deviceIndex int
+	// refusal is why Model.NoIngress is set.
+	refusal error
 }
 
 // upkeep is what Check does, a little at a time.
@@ -268,6 +270,9 @@ func (b *Backend) committed(txn *nft.Txn, r *dataplane.Receipt) {
 	r.Adopted = txn.Empty() && b.syncState == stateUnknown
 	r.Repaired = !txn.Empty() && (b.syncState == stateStale || b.syncState == stateUnfixable)
 	r.Left, r.Counted = txn.Left.Services, b.model.Counting().String()
+	if b.model.NoIngress {
+		r.Refused = &dataplane.DeviceRefused{Device: b.device, Index: b.deviceIndex, Err: b.refusal}
+	}
 	b.syncState, b.pending, b.filling = stateInSync, txn.Left, b.fillsAfter(txn)
 	b.publishFill()
 	b.sweepAfter(txn)

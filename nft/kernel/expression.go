@@ -33,7 +33,7 @@ func place(register uint32) int {
 }
 
 // words is the room a key takes in registers.
-func words(f ipfamily.Family, fields []nft.Field) int { return nft.PaddedLen(f, fields) / 4 }
+func words(f ipfamily.Family, fields []nft.Field) int { return (nft.PaddedLen(f, fields) + 3) / 4 }
 
 // ruleExprs gives the expressions of a rule, in the form nft itself gives them.
 func ruleExprs(f ipfamily.Family, r nft.Rule) []expr.Any {
@@ -76,8 +76,11 @@ func statementExprs(f ipfamily.Family, s nft.Statement) []expr.Any {
 		data := (words(f, s.Key.Fields) + 3) &^ 3
 		update := &expr.Dynset{SrcRegKey: register(0), SetName: s.Map.String(), Operation: unix.NFT_DYNSET_OP_UPDATE,
 			Timeout: s.Timeout}
-		if s.Once {
+		switch {
+		case s.Once:
 			update.Operation = unix.NFT_DYNSET_OP_ADD
+		case s.Forget:
+			update.Operation, update.Timeout = dynsetDelete, 0
 		}
 		if s.Limit.Rate > 0 {
 			update.Exprs = []expr.Any{limitExpr(s.Limit)}
@@ -92,6 +95,9 @@ func statementExprs(f ipfamily.Family, s nft.Statement) []expr.Any {
 	}
 	return matchExprs(f, s)
 }
+
+// dynsetDelete is NFT_DYNSET_OP_DELETE of linux/netfilter/nf_tables.h.
+const dynsetDelete = 2
 
 // matchExprs are the statements that compare something of a packet.
 func matchExprs(f ipfamily.Family, s nft.Statement) []expr.Any {
@@ -239,7 +245,8 @@ func load(f ipfamily.Family, key nft.Concat, word int) []expr.Any {
 			out = append(out, loadBucket(f, key.Mod, word, nft.SourceAddr, nft.SourcePort)...)
 		case nft.PoolNumber, nft.PoolClass:
 			out = append(out, loadPool(field, register(word))...)
-		case nft.FlowHash, nft.FlowHash2, nft.QuotedHash, nft.QuotedHash2, nft.FragmentHash:
+		case nft.FlowHash, nft.FlowHash2, nft.QuotedHash, nft.QuotedHash2, nft.SenderHash, nft.FrontendHash,
+			nft.FragmentHash:
 			out = append(out, loadHash(f, nft.HashOf(f, field), key.Mod, word)...)
 		default:
 			out = append(out, loadField(f, field, key.Mod, register(word)))

@@ -89,7 +89,7 @@ func (b *Backend) judge(txn *nft.Txn, err error) (outcome, error) {
 		return giveUp, b.ownerError(err)
 	case !b.model.NoIngress && b.refusedIngress(r):
 		// The device is gone, or the kernel lacks something: all else goes on without.
-		b.model.NoIngress, b.pending.Globals = true, true
+		b.model.NoIngress, b.pending.Globals, b.refusal = true, true, err
 		return planAgain, nil
 	case r.all(unix.ERESTART, unix.EAGAIN, unix.EINTR):
 		return planAgain, nil

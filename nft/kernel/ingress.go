@@ -21,7 +21,7 @@ func (b *Backend) KeepSupported() error {
 	probe := batch{tableName: "probe-"}
 	probe.restart()
 	for _, f := range ipfamily.All {
-		probe.table(f, &nft.TableTxn{AddSets: nft.IngressSets(), AddChains: nft.IngressChains(f, "lo")})
+		probe.table(f, &nft.TableTxn{AddSets: nft.IngressSets(), AddChains: nft.IngressChains("lo")})
 	}
 	refused, err := b.conn.Commit(probe.Bytes())
 	if err != nil {

@@ -198,6 +198,10 @@ func near(from tables, f ipfamily.Family, at netip.Addr) (near []dataplane.Neigh
 	return near, nil
 }
 
+// printMost bounds how many elements are printed of a set that rules write to: there may be hundreds of thousands, of
+// clients that come and go.
+const printMost = 1000
+
 // Print implements reconcile.Inspector. What a proxy writes meanwhile may be there or not.
 func (i *Inspector) Print(_ context.Context, w io.Writer) error {
 	for _, f := range ipfamily.All {
@@ -214,7 +218,12 @@ func (i *Inspector) Print(_ context.Context, w io.Writer) error {
 		}
 		for n := range l.Table.Sets {
 			set := l.Table.Sets[n].ID
-			if l.Elements[set], err = i.conn.Elements(f, set); err != nil {
+			if set.IsDynamic() {
+				l.Elements[set], l.Left[set], err = i.conn.some(f, set, printMost)
+			} else {
+				l.Elements[set], err = i.conn.Elements(f, set)
+			}
+			if err != nil {
 				return rights(err)
 			}
 		}

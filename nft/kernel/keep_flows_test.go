@@ -3,6 +3,7 @@ package kernel
 import (
 	"math/rand/v2"
 	"net/netip"
+	"strings"
 	"testing"
 	"time"
 
@@ -193,5 +194,82 @@ func TestClientAddressRestart(t *testing.T) {
 	by, failed := stop()
 	if t.Logf("meanwhile %v", by); len(failed) > 0 {
 		t.Errorf("%d new connections failed, such as %s", len(failed), failed[0])
+	}
+}
+
+// TestClientAddressPortsAgain: a connection from a port that an earlier one had goes to a node that takes new ones, and
+// one of another protocol does not follow it either.
+func TestClientAddressPortsAgain(t *testing.T) {
+	s := newSegment(t)
+	s.learn(s.service(nil, 1, 2))
+	const ports = 40
+	from := func(p snapshot.Protocol, f ipfamily.Family) (b, c int) {
+		for port := range uint16(ports) {
+			r := s.Outside.Dial(p, s.web(f), lab.Options{Timeout: patience,
+				From: netip.AddrPortFrom(s.Outside.IP(f), 40000+port)})
+			if r.Outcome != lab.Answered || r.Source != r.Client {
+				t.Fatalf("%s %s from port %d: %s", p, f, 40000+port, r)
+			}
+			to := map[string]int{r.Destination.String(): 1}
+			b, c = b+ofNode(to, f, 1), c+ofNode(to, f, 2)
+		}
+		return b, c
+	}
+	for _, f := range ipfamily.All {
+		for _, p := range keepProtocols[:2] {
+			if b, c := from(p, f); b == 0 || c == 0 {
+				t.Errorf("%s %s: %d to node-b, %d to node-c", p, f, b, c)
+			}
+		}
+		table := ipfamily.Per[string]{"verdict", "verdict6"}[f]
+		listed := labtest.Run(t, s.nodes[0].Host, "", "nft", "list", "map", "netdev", table, "kept-flows")
+		if n := strings.Count(listed, "expires"); n != 2*ports {
+			t.Errorf("%s: %d flows are known, want %d", f, n, 2*ports)
+		}
+	}
+	s.learn(s.become(s.service(nil, 1, 2), terminating, 1))
+	for _, f := range ipfamily.All {
+		if b, c := from(snapshot.TCP, f); b > 0 {
+			t.Errorf("%s: %d of %d new connections go to a node whose endpoint ends", f, b, b+c)
+		}
+	}
+}
+
+// TestClientAddressBegins: connections live on when their Service begins to be divided among nodes, ceases to be,
+// since an endpoint's node is unknown, and begins again.
+func TestClientAddressBegins(t *testing.T) {
+	s := newSegment(t)
+	for _, f := range ipfamily.All { // node-b's pod has a second address
+		labtest.Check(t, s.Pods[0].AddAddr("eth0", netip.PrefixFrom(labtest.SegmentPod(f, 1, 6), f.Bits())))
+	}
+	s.MoveVIP(1)
+	s.learn(s.service(nil, 1))
+	conns := s.hold(*keepHeld)
+	stays := func(what string) {
+		t.Helper()
+		got, all := living(conns), byPod(conns)
+		if got["pod-b"]+got["pod-c"] != len(conns) {
+			t.Errorf("%s: %v of %v connections live", what, got, all)
+		}
+	}
+	s.learn(s.service(nil, 1, 2))
+	stays("there are endpoints elsewhere")
+	conns = append(conns, s.hold(*keepHeld)...)
+	unknown := s.service(nil, 1, 1, 2)
+	for _, slice := range unknown.Slices {
+		slice.Endpoints[1].Node = ""
+	}
+	s.learn(unknown)
+	stays("an endpoint's node is unknown")
+	s.dial(snapshot.TCP, ipfamily.IPv4, 20, false)
+	conns = append(conns, s.hold(*keepHeld)...)
+	s.learn(s.service(nil, 1, 2))
+	stays("all nodes are known again")
+	s.dial(snapshot.TCP, ipfamily.IPv4, 20, true)
+	s.learn(s.become(s.service(nil, 1, 2), unready, 1, 2))
+	stays("none is ready")
+	s.learn(s.service(nil, 1))
+	if got, all := living(conns), byPod(conns); got["pod-b"] != all["pod-b"] {
+		t.Errorf("there are none elsewhere: %v of %v connections live", got, all)
 	}
 }

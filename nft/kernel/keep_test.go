@@ -2,6 +2,8 @@ package kernel
 
 import (
 	"context"
+	"errors"
+	"fmt"
 	"io"
 	"regexp"
 	"strings"
@@ -31,7 +33,7 @@ func TestClientAddressListed(t *testing.T) {
 			var text strings.Builder
 			l := nft.List(a.planner.State())[f]
 			labtest.Check(t, l.Print(&text))
-			for _, c := range nft.IngressChains(f, "eth0") {
+			for _, c := range nft.IngressChains("eth0") {
 				for _, r := range c.Rules {
 					if !strings.Contains(text.String(), r.Text(f)) || !strings.Contains(plainList(listed), plainList(r.Text(f))) {
 						t.Errorf("%s does not list: %s\n%s", n.Path, r.Text(f), listed)
@@ -82,7 +84,8 @@ func plainFlows(s string) string {
 
 // plainList takes out what versions of nft write in different ways.
 func plainList(s string) string {
-	return strings.NewReplacer("8192 != 0", "0x2000 != 0x0", "8191 != 0", "0x1fff != 0x0").Replace(s)
+	return strings.NewReplacer("8192 != 0", "0x2000 != 0x0", "8191 != 0", "0x1fff != 0x0",
+		"tcp flags syn / syn,ack", "tcp flags & (syn | ack) == syn").Replace(s)
 }
 
 // TestClientAddressFragments: datagrams in fragments arrive, and so do ICMP errors about what a pod has sent.
@@ -140,6 +143,56 @@ func (s *segment) tooBig(f ipfamily.Family) {
 		s.t.Fatalf("%s: %d bytes came back: %v", f, n, err)
 	}
 	narrow("1500")
+}
+
+// TestClientAddressPrinted: of flows that rules remember, a bounded number is printed, and how many there are beside.
+// nft loads the text.
+func TestClientAddressPrinted(t *testing.T) {
+	s := newSegment(t)
+	s.learn(s.service(nil, 1, 2))
+	a := s.nodes[0]
+	const flows = printMost + 1234
+	text := "add element netdev verdict kept-flows {"
+	for i := range flows {
+		text += fmt.Sprintf(" %d . %[1]d timeout 300s : 4000:0010,", i)
+	}
+	labtest.Run(t, a.Host, text+"}\n", "nft", "-f", "-")
+	var printed strings.Builder
+	labtest.Check(t, a.Host.Do(func() error {
+		i, err := Inspect()
+		labtest.Check(t, err)
+		return errors.Join(i.Print(t.Context(), &printed), i.Close())
+	}))
+	if n := strings.Count(printed.String(), "timeout 5m expires"); n != printMost ||
+		!strings.Contains(printed.String(), fmt.Sprintf("# and %d elements more", flows-printMost)) {
+		t.Errorf("%d of %d flows are printed", n, flows)
+	}
+	at := strings.Index(printed.String(), "table netdev verdict {")
+	labtest.Run(t, s.Outside, printed.String()[at:], labtest.Nfts(t)[0].Path, "-f", "-")
+}
+
+// TestClientAddressRefused: while the kernel takes no rules at the ingress of the device, all else is written, the
+// receipts say so, and why, and once a state has another device, clients keep their addresses.
+func TestClientAddressRefused(t *testing.T) {
+	s := newSegment(t)
+	s.learn(s.service(nil, 1, 2))
+	a := s.nodes[0]
+	labtest.Run(t, a.Host, "", "ip", "link", "add", "eth1", "type", "veth")
+	labtest.FillIngress(t, a.Host, "eth1")
+	d := s.service(nil, 1)
+	d.Link = s.link(a)
+	d.Link.Device, d.Link.Index = "eth1", 9
+	for _, news := range []snapshot.Delta{d, s.service(nil, 1, 2)} {
+		if r := a.apply(t, news).Refused; r == nil || r.Device != "eth1" || r.Index != 9 || r.Err == nil {
+			t.Errorf("that the kernel refuses the device is told as %+v", r)
+		}
+		s.dial(snapshot.TCP, ipfamily.IPv4, 10, false)
+	}
+	if r := a.apply(t, snapshot.Delta{Link: s.link(a)}).Refused; r != nil {
+		t.Errorf("the kernel refuses eth0: %+v", r)
+	}
+	s.dial(snapshot.TCP, ipfamily.IPv4, 10, true)
+	quiet(t, a.backend)
 }
 
 // TestClientAddressWithoutDevice: while the device is not there, all else is written, and once a state has one that is,

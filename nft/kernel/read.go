@@ -52,6 +52,23 @@ const maxLists = 10
 // growPause is how long the kernel is given to move a set's elements to new buckets.
 const growPause = time.Millisecond
 
+// some lists so many elements of a set at most, and counts the others.
+func (c *Conn) some(f ipfamily.Family, set nft.SetID, most int) (out []nft.Listed, left int, err error) {
+	err = c.dump(listRequest(f, set), func() { out, left = nil, 0 }, func(attrs []byte) {
+		eachElement(f, set, attrs, func(e nft.Listed) {
+			if len(out) < most {
+				out = append(out, e)
+			} else {
+				left++
+			}
+		})
+	})
+	if err != nil && !errors.Is(err, unix.ENOENT) {
+		return nil, 0, fmt.Errorf("nft: list %s %s: %w", f.NFT(), set, err)
+	}
+	return out, left, nil
+}
+
 // list lists a set once, and says whether the kernel listed an element twice.
 func (c *Conn) list(f ipfamily.Family, set nft.SetID) (out []nft.Listed, twice bool, err error) {
 	var seen map[string]bool

@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"io"
 	"maps"
+	"net"
 	"slices"
 	"strings"
 
@@ -105,7 +106,7 @@ func (t *replayed) dropIngress() {
 }
 
 func isIngressChain(name string) bool {
-	return slices.ContainsFunc(nft.IngressChains(ipfamily.IPv4, ""), func(c nft.Chain) bool { return c.ID.Name() == name })
+	return slices.ContainsFunc(nft.IngressChains(""), func(c nft.Chain) bool { return c.ID.Name() == name })
 }
 
 // revisionChange is what a batch does to the revision of a table: the number before it, which it deletes, and its own.
@@ -273,9 +274,12 @@ func (t *replayed) found(f ipfamily.Family) *TableFound {
 	return out
 }
 
-// Batch returns a batch that makes both tables as they are here, whatever there is, but for those at the ingress, whose
-// device is of another host. It cannot if a rule is not one of this version of Verdict.
-func (r *Replay) Batch() ([]byte, error) {
+// Batch returns a batch that makes all tables as they are here, whatever there is. It cannot if a rule is not one of
+// this version of Verdict.
+func (r *Replay) Batch() ([]byte, error) { return r.batch(true) }
+
+// batch is Batch, with or without the tables at the ingress.
+func (r *Replay) batch(ingress bool) ([]byte, error) {
 	var txn nft.Txn
 	for i, f := range ipfamily.All {
 		t := &r.held[i]
@@ -283,14 +287,16 @@ func (r *Replay) Batch() ([]byte, error) {
 			return nil, fmt.Errorf("nft: replay: there is no table %s %s", f.NFT(), nft.TableName)
 		}
 		table := t.found(f).Table
-		table.Sets = slices.DeleteFunc(slices.Clone(table.Sets), func(s nft.Set) bool { return s.ID.IsIngress() })
-		table.Chains = slices.DeleteFunc(table.Chains, func(c nft.Chain) bool { return c.ID.Kind.IsIngress() })
+		if !ingress {
+			table.Sets = slices.DeleteFunc(slices.Clone(table.Sets), func(s nft.Set) bool { return s.ID.IsIngress() })
+			table.Chains = slices.DeleteFunc(table.Chains, func(c nft.Chain) bool { return c.ID.Kind.IsIngress() })
+		}
 		if what := foreignRule(&table); what != "" {
 			return nil, fmt.Errorf("nft: replay: table %s %s has a rule of another version: %s", f.NFT(), nft.TableName, what)
 		}
 		txn.Tables[i].Create = &table
 		for set := range nft.NumSets {
-			if !set.IsIngress() {
+			if ingress || !set.IsIngress() {
 				txn.Tables[i].Add[set] = t.sorted(set)
 			}
 		}
@@ -366,28 +372,36 @@ func (r *Replay) Summary() (lines []string, err error) {
 	return lines, err
 }
 
-// Write writes the tables into the network namespace of the calling thread, which must hold none.
-func (r *Replay) Write() error {
-	batch, err := r.Batch()
+// Write writes the tables into the network namespace of the calling thread, which must hold none. Without is the device
+// at whose ingress there are tables that are not written, since there is none of that name; empty if all are.
+func (r *Replay) Write() (without string, err error) {
+	if device := r.held[0].found(ipfamily.IPv4).Structure.Device; device != "" {
+		if _, err := net.InterfaceByName(device); err != nil {
+			without = device
+		}
+	}
+	batch, err := r.batch(without == "")
 	if err != nil {
-		return err
+		return "", err
 	}
 	c, err := Dial(0)
 	if err != nil {
-		return err
+		return "", err
 	}
 	defer c.Close()
 	for _, f := range ipfamily.All {
-		info, err := c.table(f)
-		if err != nil {
-			return rights(err)
-		}
-		if info.exists {
-			return fmt.Errorf("there is a table %s %s in this network namespace: replay into an empty one", f.NFT(),
-				nft.TableName)
+		for _, ingress := range [...]bool{false, true} {
+			info, err := c.tableAt(f, ingress)
+			if err != nil {
+				return "", rights(err)
+			}
+			if info.exists {
+				return "", fmt.Errorf("there is a table %s in this network namespace: replay into an empty one",
+					tableText(f, ingress))
+			}
 		}
 	}
-	return rights(c.Replay(batch))
+	return without, rights(c.Replay(batch))
 }
 
 // Load returns what the tables hold now; nil if there are none. The error says so if somebody writes to them meanwhile,

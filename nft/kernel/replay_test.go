@@ -2,6 +2,7 @@ package kernel
 
 import (
 	"errors"
+	"fmt"
 	"math/rand/v2"
 	"slices"
 	"strings"
@@ -91,13 +92,13 @@ func TestReplayInMemory(t *testing.T) {
 				change, _ = planner.Apply(snap, snap.Apply(serviceDelta(random, random.IntN(25), true)))
 			}
 			empty := labtest.NewHost(t, labtest.NewNet(t), "empty")
-			labtest.Check(t, empty.Do(replay.Write))
+			labtest.Check(t, empty.Do(written(replay)))
 			other := open(t, empty, Options{})
 			other.model = b.model
 			if got, want := held(t, other), held(t, b); got != want {
 				t.Errorf("after the replay, an empty namespace holds\n%s\nnot\n%s", got, want)
 			}
-			if err := empty.Do(replay.Write); err == nil {
+			if err := empty.Do(written(replay)); err == nil {
 				t.Error("wrote into a namespace that held tables")
 			}
 			loaded := loadedFrom(t, b)
@@ -225,6 +226,59 @@ func TestReplayOfAnotherVersion(t *testing.T) {
 	r.held[0].rules[chain] = append(r.held[0].rules[chain], r.held[0].rules[nft.ChainID{Kind: nft.Postrouting}.Name()]...)
 	if batch, err := r.Batch(); err == nil || !strings.Contains(err.Error(), "chain "+chain) {
 		t.Errorf("a batch of %d bytes, error %v", len(batch), err)
+	}
+}
+
+// written writes what a Replay holds.
+func written(r *Replay) func() error {
+	return func() error {
+		_, err := r.Write()
+		return err
+	}
+}
+
+// TestReplayIngress: a batch of what is held holds the tables at the ingress, too. They are written where there is such
+// a device, and left out elsewhere.
+func TestReplayIngress(t *testing.T) {
+	s := newSegment(t)
+	s.learn(s.service(nil, 1, 2))
+	a := s.nodes[0]
+	r := replayOf(t, a.planner.State())
+	batch, err := r.Batch()
+	labtest.Check(t, err)
+	var again Replay
+	_, err = again.Apply(batch)
+	labtest.Check(t, err)
+	if held, _ := r.Digests(); !again.Consistent() || len(again.held[0].elements[nft.KeptSlots]) == 0 {
+		t.Errorf("of the digests %v, a batch of it has %s", held, again.Revision())
+	}
+	for i, device := range []string{"", "eth0"} {
+		h := labtest.NewHost(t, labtest.NewNet(t), fmt.Sprint("empty-", i))
+		if device != "" {
+			labtest.Run(t, h, "", "ip", "link", "add", device, "type", "veth")
+		}
+		var left string
+		labtest.Check(t, h.Do(func() (err error) {
+			left, err = r.Write()
+			return err
+		}))
+		tables := labtest.Run(t, h, "", "nft", "list", "tables")
+		if there := strings.Contains(tables, "netdev verdict6"); there != (device != "") || (left == "eth0") == there {
+			t.Errorf("with device %q, %q is left out, and there are %s", device, left, tables)
+		}
+		if device == "" {
+			continue
+		}
+		labtest.Check(t, h.Do(func() error {
+			i, err := Inspect()
+			labtest.Check(t, err)
+			got, err := i.Trace(t.Context(), dataplane.Packet{Source: addr("198.51.100.7"), Destination: s.VIP[0], Port: 80,
+				Protocol: snapshot.TCP, Interface: device}, dataplane.LocalNode{})
+			if len(got.Endings) != 2 || got.Cause != dataplane.ForwardedToNode {
+				t.Errorf("a packet meets %s", traceText(got))
+			}
+			return errors.Join(err, i.Close())
+		}))
 	}
 }
 

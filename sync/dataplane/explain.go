@@ -412,7 +412,7 @@ func (e *explainer) cause() Cause {
 // from another node, which has divided it already, or forwards it for its pods.
 func (e *explainer) comesFirstHere() bool {
 	x := e.x
-	if !x.Frontend.Kept || x.Port.Keep == nil || x.Origin.Node || x.Origin.Pod ||
+	if !x.Frontend.Kept || !x.Port.Keep.Divides() || x.Origin.Node || x.Origin.Pod ||
 		x.Question.Interface != "" && x.Question.Interface != e.host.device && e.host.device != snapshot.AnyDevice {
 		return false
 	}
@@ -473,7 +473,7 @@ func (e *explainer) endpoints() {
 	x.Resort = e.resort
 	e.collectEndpoints(p, f)
 	rows := e.rows(svc, f, x.Frontend.Kind != ClusterIP)
-	if x.Frontend.Kept && (x.Port.Keep == nil || x.Port.Keep.OwnShare() > 0) {
+	if x.Frontend.Kept && x.Port.Keep.OwnShare() > 0 {
 		rows = e.policy(f, true, true, noFailover)
 	}
 	for _, r := range rows {

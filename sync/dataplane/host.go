@@ -43,8 +43,8 @@ type host struct {
 	podsFirst bool
 	// records is Config.Records.
 	records bool
-	// keep and cannotKeep are Config.ClientAddress and CannotKeep. neighbours are the other nodes; nil if there is no
-	// device to reach them.
+	// keep is Config.ClientAddress, and cannotKeep CannotKeep, or that the Link is Refused. neighbours are the other
+	// nodes; nil if there is no device to reach them.
 	keep       KeepSetting
 	cannotKeep bool
 	neighbours map[string]reachable
@@ -62,6 +62,7 @@ type host struct {
 }
 
 func newHost(cfg Config, s *snapshot.Snapshot, found []Overlap) host {
+	cfg.CannotKeep = cfg.CannotKeep || s.Link.Refused
 	h := host{
 		nodeName:      cfg.NodeName,
 		zone:          s.Node.Zone,

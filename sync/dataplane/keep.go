@@ -12,15 +12,18 @@ import (
 
 // Keep says to which nodes packets of clients from outside are forwarded untranslated, by a hash of the client. All
 // nodes that know the same endpoints and reach the same nodes give a client the same node.
+//
+// Connections live on when clients begin to be divided, or cease to be: so it is also there while all endpoints are on
+// this node, and while clients are masqueraded for a time. Then only this node has a Weight.
 type Keep struct {
-	// Nodes have endpoints, sorted by Name; at least one is not Own, and one has a Weight. Failed neighbours are not among
+	// Nodes are this node and those that have endpoints, sorted by Name; one has a Weight. Failed neighbours are not among
 	// them.
 	Nodes []KeepNode
 	// ByAddr hashes the client's address alone, else its port, too.
 	ByAddr bool
 }
 
-// KeepNode is a node that has endpoints.
+// KeepNode is a node that has connections of clients.
 type KeepNode struct {
 	Name string
 	// Addr is its address on the link of State.Device; the zero Addr for Own.
@@ -28,7 +31,7 @@ type KeepNode struct {
 	// Weight is the sum of the weights of its endpoints that get new connections. With 0, a node gets only packets of
 	// those that its endpoints have, which end, drain, or are not ready.
 	Weight uint32
-	// Own says that it is this node, which translates to its own endpoints.
+	// Own says that it is this node, which translates to its own endpoints, or to all if it has none.
 	Own bool
 }
 
@@ -39,7 +42,7 @@ type NotKept uint8
 const (
 	// KeptOrNotAsked: it does, or nobody asks for it, or externalTrafficPolicy is Local.
 	KeptOrNotAsked NotKept = iota
-	// NotKeptBackend: the node's backend or kernel cannot (Config.CannotKeep).
+	// NotKeptBackend: the node's backend or kernel cannot (Config.CannotKeep), or not at this device (Link.Refused).
 	NotKeptBackend
 	// NotKeptDevice: no device of Ethernet has this node's address.
 	NotKeptDevice
@@ -62,7 +65,7 @@ var notKeptNames = [...]string{"", "backend", "device", "off-link", "scheduled",
 // String returns a word for the reason; empty for KeptOrNotAsked.
 func (n NotKept) String() string { return notKeptNames[n] }
 
-var notKeptTexts = [...]string{"", "this node's backend or kernel cannot forward packets untranslated",
+var notKeptTexts = [...]string{"", "this node's backend, kernel or device cannot forward packets untranslated",
 	"this node's address is on no Ethernet device",
 	"a node with endpoints is not on this node's link, or is unknown",
 	"IPVS chooses its endpoints, or other Services serve it",
@@ -127,6 +130,11 @@ func (k *Keep) Slots() int {
 	return manyKeepSlots
 }
 
+// Divides reports whether other nodes get new connections. It may be nil.
+func (k *Keep) Divides() bool {
+	return k != nil && slices.ContainsFunc(k.Nodes, func(n KeepNode) bool { return !n.Own && n.Weight > 0 })
+}
+
 // OwnShare returns the share of this node among all: 0 without endpoints, and at most 1.
 func (k *Keep) OwnShare() float64 {
 	for i := range k.Nodes {
@@ -138,12 +146,14 @@ func (k *Keep) OwnShare() float64 {
 }
 
 // Share returns the share of one of the Nodes.
-func (k *Keep) Share(i int) float64 {
-	sum := uint64(0)
+func (k *Keep) Share(i int) float64 { return float64(k.Nodes[i].Weight) / float64(k.Weight()) }
+
+// Weight returns the sum of the Nodes' weights.
+func (k *Keep) Weight() (sum uint64) {
 	for _, n := range k.Nodes {
 		sum += uint64(n.Weight)
 	}
-	return float64(k.Nodes[i].Weight) / float64(sum)
+	return sum
 }
 
 func (k *Keep) equal(o *Keep) bool {
@@ -204,37 +214,37 @@ func (b *builder) keep(svc *snapshot.Service, sp *ServicePort, f ipfamily.Family
 	nodes, why := b.keepNodes(sp.Name.Protocol, f)
 	switch {
 	case b.host.keep == KeepNone:
-		why = NotKeptOff
+		nodes, why = nil, NotKeptOff
 	case b.host.cannotKeep:
-		why = NotKeptBackend
+		nodes, why = nil, NotKeptBackend
 	case b.host.neighbours == nil:
-		why = NotKeptDevice
+		nodes, why = nil, NotKeptDevice
 	case b.scheduling != nil || b.backends != nil || b.own > 0:
-		why = NotKeptScheduled
+		nodes, why = nil, NotKeptScheduled
 	}
-	if !slices.ContainsFunc(sp.Frontends, keepable) {
-		why = NotKeptNowhere
+	if !slices.ContainsFunc(sp.Frontends, Frontend.Keepable) {
+		nodes, why = nil, NotKeptNowhere
+	}
+	if len(nodes) > 0 {
+		sp.Keep = &Keep{Nodes: nodes, ByAddr: sp.Affinity > 0 || sp.Hash == HashAddr}
 	}
 	if sp.NotKept = why; why != KeptOrNotAsked {
 		return false
 	}
 	for i := range sp.Frontends {
-		sp.Frontends[i].Kept = keepable(sp.Frontends[i])
+		sp.Frontends[i].Kept = sp.Frontends[i].Keepable()
 	}
-	own := func(n KeepNode) bool { return n.Own && n.Weight > 0 }
-	here = slices.ContainsFunc(nodes, own)
-	if !here || len(nodes) > 1 {
-		sp.Keep = &Keep{Nodes: nodes, ByAddr: sp.Affinity > 0 || sp.Hash == HashAddr}
-	}
-	return here
+	return sp.Keep.OwnShare() > 0
 }
 
-// keepable reports whether a frontend is the same on all nodes, and for clients from outside.
-func keepable(f Frontend) bool { return f.Kind == LoadBalancerIP || f.Kind == ExternalIP }
+// Keepable reports whether a frontend is the same on all nodes, and for clients from outside: their addresses may be
+// kept there.
+func (f Frontend) Keepable() bool { return f.Kind == LoadBalancerIP || f.Kind == ExternalIP }
 
-// keepNodes returns the nodes that have endpoints of one family, without those that have failed. Each that gets new
-// connections must be on the link. As elsewhere, flows of UDP do not stay with endpoints that do not serve.
-func (b *builder) keepNodes(p snapshot.Protocol, f ipfamily.Family) ([]KeepNode, NotKept) {
+// keepNodes returns this node and those that have endpoints of one family, without those that have failed. Each that
+// gets new connections must be on the link; otherwise, or if there is none, this node gets all new ones, and the others
+// those that they have. As elsewhere, flows of UDP do not stay with endpoints that do not serve.
+func (b *builder) keepNodes(p snapshot.Protocol, f ipfamily.Family) (nodes []KeepNode, why NotKept) {
 	ready := slices.ContainsFunc(b.candidates, func(c candidate) bool { return c.ready() && !c.drains() })
 	weights := map[string]uint32{}
 	for i := range b.candidates {
@@ -245,26 +255,39 @@ func (b *builder) keepNodes(p snapshot.Protocol, f ipfamily.Family) ([]KeepNode,
 			weights[c.Node] += 0
 		}
 	}
-	nodes, used := make([]KeepNode, 0, len(weights)), false
+	own := KeepNode{Name: b.host.nodeName, Own: true, Weight: weights[b.host.nodeName]}
+	found, used := false, own.Weight > 0
 	for name, weight := range weights {
-		n, own := b.host.neighbours[name], name != "" && name == b.host.nodeName
-		switch onLink := own || n.addrs[f].IsValid(); {
+		n, here := b.host.neighbours[name], name != "" && name == own.Name
+		found = found || weight > 0
+		switch onLink := n.addrs[f].IsValid(); {
+		case here:
 		case !onLink && weight > 0:
-			return nil, NotKeptOffLink
-		case onLink && (own || !n.failed[f]):
-			nodes = append(nodes, KeepNode{Name: name, Addr: n.addrs[f], Weight: weight, Own: own})
+			why = NotKeptOffLink
+		case onLink && !n.failed[f]:
+			nodes = append(nodes, KeepNode{Name: name, Addr: n.addrs[f], Weight: weight})
 			used = used || weight > 0
 		}
 	}
 	switch {
-	case used:
-	case slices.Max(append(slices.Collect(maps.Values(weights)), 0)) == 0:
-		return nil, NotKeptNowhere
-	default:
-		return nil, NotKeptFailed
+	case why != KeptOrNotAsked:
+	case !found:
+		why = NotKeptNowhere
+	case !used:
+		why = NotKeptFailed
 	}
+	if why != KeptOrNotAsked {
+		if len(nodes) == 0 {
+			return nil, why
+		}
+		own.Weight = 1
+		for i := range nodes {
+			nodes[i].Weight = 0
+		}
+	}
+	nodes = append(nodes, own)
 	slices.SortFunc(nodes, func(x, y KeepNode) int { return strings.Compare(x.Name, y.Name) })
-	return nodes, KeptOrNotAsked
+	return nodes, why
 }
 
 // unkeep has the clients of a Service masqueraded that would be kept; it asks for too many slots.

@@ -59,14 +59,14 @@ func TestKeep(t *testing.T) {
 	for what, c := range map[string]struct {
 		edit  func(*snapshot.Snapshot, *Config)
 		on    []string
-		nodes []string
+		nodes []string // those of other nodes, and this one if it gets new connections
 		kept  bool
 		local bool
 		why   NotKept
 	}{
 		"others": {on: []string{"b", "c"}, nodes: []string{"b", "c"}, kept: true},
 		"shared": {on: []string{"a", "c"}, nodes: []string{"a", "c"}, kept: true, local: true},
-		"here":   {on: []string{"a", "a"}, kept: true, local: true},
+		"here":   {on: []string{"a", "a"}, nodes: []string{"a"}, kept: true, local: true},
 		"failed": {on: []string{"b", "c"}, nodes: []string{"c"}, kept: true, edit: func(s *snapshot.Snapshot, _ *Config) {
 			neighbour(s, "b", func(n *snapshot.Neighbour) { n.Failed = ipfamily.Per[bool]{true} })
 		}},
@@ -106,13 +106,19 @@ func TestKeep(t *testing.T) {
 			neighbour(s, "b", func(n *snapshot.Neighbour) { n.Addrs[ipfamily.IPv4] = netip.Addr{} })
 		}},
 		"unknown node": {on: []string{"a", ""}, why: NotKeptOffLink},
-		"no endpoint":  {why: NotKeptNowhere},
+		"unknown node, and a known one": {on: []string{"b", ""}, nodes: []string{"a", "b for no new ones"},
+			why: NotKeptOffLink},
+		"none is ready": {on: []string{"b"}, nodes: []string{"a", "b for no new ones"}, why: NotKeptNowhere,
+			edit: func(s *snapshot.Snapshot, _ *Config) { endpoint(s, 0).Ready, endpoint(s, 0).Serving = false, false }},
+		"no endpoint": {why: NotKeptNowhere},
 		"no device": {on: []string{"b"}, why: NotKeptDevice, edit: func(s *snapshot.Snapshot, _ *Config) {
 			s.Link = snapshot.Link{}
 		}},
 		"backend": {on: []string{"b"}, why: NotKeptBackend, edit: func(_ *snapshot.Snapshot, c *Config) {
 			c.CannotKeep = true
 		}},
+		"a device that the kernel refuses": {on: []string{"b"}, why: NotKeptBackend,
+			edit: func(s *snapshot.Snapshot, _ *Config) { s.Link.Refused = true }},
 		"not asked": {on: []string{"b"}, edit: func(s *snapshot.Snapshot, _ *Config) {
 			service(s).ClientAddress = snapshot.ClientAddressDefault
 		}},
@@ -127,7 +133,13 @@ func TestKeep(t *testing.T) {
 		st, sp := keeping(c.edit, c.on...)
 		var nodes []string
 		if sp.Keep != nil {
+			if !slices.ContainsFunc(sp.Keep.Nodes, func(n KeepNode) bool { return n.Own }) {
+				t.Errorf("%s: this node does not keep the connections that it has: %+v", what, sp.Keep.Nodes)
+			}
 			for _, n := range sp.Keep.Nodes {
+				if n.Own && n.Weight == 0 && c.nodes[0] != "a for no new ones" {
+					continue
+				}
 				if n.Weight == 0 {
 					n.Name += " for no new ones"
 				}
@@ -137,12 +149,13 @@ func TestKeep(t *testing.T) {
 		if !slices.Equal(nodes, c.nodes) || sp.NotKept != c.why {
 			t.Errorf("%s: the nodes %v, and not kept because of %q", what, nodes, sp.NotKept)
 		}
+		served := c.why != NotKeptNowhere
 		for i := range sp.Frontends {
 			f := &sp.Frontends[i]
 			r, outer := f.Route(Anyone), f.Kind == LoadBalancerIP
 			if f.Kept != (c.kept && outer) ||
-				f.Kind != ClusterIP && len(c.on) > 0 && (r.Pool == sp.Local) != (c.local && outer) ||
-				outer && r.SNAT == c.local || f.Kind != ClusterIP && f.Route(Node).Pool != sp.Cluster && len(c.on) > 0 {
+				f.Kind != ClusterIP && served && (r.Pool == sp.Local) != (c.local && outer) ||
+				outer && r.SNAT == c.local || f.Kind != ClusterIP && f.Route(Node).Pool != sp.Cluster && served {
 				t.Errorf("%s: %v: kept %v, routes %+v", what, f.Key, f.Kept, f.Routes)
 			}
 		}

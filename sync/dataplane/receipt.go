@@ -16,6 +16,13 @@ const (
 	CountedNothing       = "nothing" // but what rules refuse
 )
 
+// DeviceRefused is a State's Device and DeviceIndex, and why the kernel takes no rules at its ingress.
+type DeviceRefused struct {
+	Device string
+	Index  int
+	Err    error
+}
+
 // Receipt says what one transaction wrote, or several in a row. The zero Receipt says that there was nothing to write.
 type Receipt struct {
 	// Full says that everything was rewritten.
@@ -34,6 +41,9 @@ type Receipt struct {
 	Messages, Bytes int
 	// Plan, Encode and Commit are the time for compiling and comparing, for encoding messages, and in the kernel.
 	Plan, Encode, Commit time.Duration
+	// Refused, if not nil, says that the kernel takes no rules at the ingress of the State's Device, so that nothing is
+	// forwarded untranslated.
+	Refused *DeviceRefused
 	// Rest is how long the backend wants to be left alone, so that steady changes do not keep a processor busy.
 	Rest time.Duration
 }
@@ -41,7 +51,7 @@ type Receipt struct {
 // Then adds a later receipt to this one.
 func (r Receipt) Then(o Receipt) Receipt {
 	r.Full, r.Adopted, r.Left = r.Full || o.Full, r.Adopted && o.Adopted, o.Left
-	r.Repaired = r.Repaired || o.Repaired
+	r.Repaired, r.Refused = r.Repaired || o.Repaired, o.Refused
 	r.Counted = cmp.Or(o.Counted, r.Counted)
 	r.Added += o.Added
 	r.Replaced += o.Replaced

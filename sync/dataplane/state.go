@@ -123,8 +123,8 @@ type ServicePort struct {
 	// Rebalance is for how long a TCP connection must have been idle to be ended so that an endpoint that is added gets
 	// its share; 0 means that none is. Whole seconds, always 0 for other protocols.
 	Rebalance time.Duration
-	// Keep are the nodes among which clients from outside of the Frontends with Kept are divided, untranslated; nil if
-	// this node translates for all that come here.
+	// Keep are the nodes among which clients from outside are divided, untranslated, at Frontends that are Keepable; nil
+	// if this node translates for all that come here.
 	Keep *Keep
 	// NotKept says why no client's address is kept although the Service, or the node's setting, asks for it.
 	NotKept NotKept

@@ -44,6 +44,8 @@ type Link struct {
 	Device string
 	// Index is the Device's. Another one under the same name has none of the rules that the kernel held for this one.
 	Index int
+	// Refused says that the kernel takes no rules at the Device's ingress: then no client's address is kept here either.
+	Refused bool
 	// Nodes are all other nodes of the cluster, by name, this one excepted. A node that is missing is unknown.
 	Nodes map[string]Neighbour
 }
@@ -74,7 +76,8 @@ func (l Link) HasAddr(a netip.Addr) bool {
 
 // Equal reports whether two Links say the same.
 func (l Link) Equal(o Link) bool {
-	return l.Device == o.Device && l.Index == o.Index && maps.EqualFunc(l.Nodes, o.Nodes, func(a, b Neighbour) bool {
-		return a.Addrs == b.Addrs && a.Failed == b.Failed && slices.Equal(a.MACs, b.MACs)
-	})
+	return l.Device == o.Device && l.Index == o.Index && l.Refused == o.Refused &&
+		maps.EqualFunc(l.Nodes, o.Nodes, func(a, b Neighbour) bool {
+			return a.Addrs == b.Addrs && a.Failed == b.Failed && slices.Equal(a.MACs, b.MACs)
+		})
 }

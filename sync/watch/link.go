@@ -34,7 +34,9 @@ type Link struct {
 	decided, asked bool
 	// nodes are the addresses of all other nodes, by name; nil until SetNodes.
 	nodes map[string][]netip.Addr
-	news  chan struct{}
+	// refused are the name and the index of the device that Refuse named.
+	refused snapshot.Link
+	news    chan struct{}
 }
 
 const (
@@ -69,6 +71,14 @@ func (l *Link) Ask(asked bool) {
 		l.decided, l.asked = true, asked
 		l.wake()
 	}
+}
+
+// Refuse says that the kernel takes no rules at the ingress of a device, until there is another one.
+func (l *Link) Refuse(device string, index int) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.refused = snapshot.Link{Device: device, Index: index}
+	l.wake()
 }
 
 func (l *Link) wake() {
@@ -123,7 +133,7 @@ const firstLook = 3 * time.Second
 // step looks once, and returns when to look again; 0 means that it is waited for news.
 func (w *linkWatch) step() (pause time.Duration) {
 	w.mu.Lock()
-	decided, asked, nodes := w.decided, w.asked, w.nodes
+	decided, asked, nodes, refused := w.decided, w.asked, w.nodes, w.refused
 	w.mu.Unlock()
 	if decided && w.begun.IsZero() {
 		w.begun = time.Now()
@@ -149,6 +159,7 @@ func (w *linkWatch) step() (pause time.Duration) {
 		} else {
 			w.told = ""
 		}
+		now.Refused = now.Device != "" && now.Device == refused.Device && now.Index == refused.Index
 	}
 	if !now.Equal(w.last) {
 		w.last = now

@@ -98,6 +98,10 @@ func TestLink(t *testing.T) {
 	v.await("c has no address of that family any more", func() bool { return !failed("c") })
 	must(t, there.LinkSetDown(peer)) // this host is cut off, or all others are: nobody can know
 	v.await("nobody has failed", func() bool { return !failed("b") && !failed("c") && !failed("d") })
+	l.Refuse("eth0", near.Attrs().Index)
+	v.await("the kernel takes no rules at the device", func() bool { return v.snap.Link.Refused })
+	l.Refuse("eth0", near.Attrs().Index-1) // which was another one
+	v.await("it may take some", func() bool { return !v.snap.Link.Refused && v.snap.Link.Device == "eth0" })
 	l.Ask(false)
 	v.await("nothing is known", func() bool { return v.snap.Link.Equal(snapshot.Link{}) })
 	if v.synced != 1 || len(v.problems) > 0 {

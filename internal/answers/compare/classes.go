@@ -9,6 +9,7 @@ import (
 	"github.com/verdict-proxy/verdict/internal/system/ipfamily"
 	"github.com/verdict-proxy/verdict/internal/system/packets"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
+	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
 // Kind says what a destination is.
@@ -55,6 +56,8 @@ const (
 	FromOutside  Sender = "outside"
 	FromEdge     Sender = "edge of a source range"
 	FromEndpoint Sender = "endpoint itself"
+	// FromNeighbour is somebody outside whose packet another node has forwarded untranslated.
+	FromNeighbour Sender = "outside, by another node"
 )
 
 // sender is somebody who sends packets.
@@ -62,6 +65,7 @@ type sender struct {
 	kind  Sender
 	addr  netip.Addr
 	iface string
+	mac   snapshot.MAC
 }
 
 // sourcePort is that of all packets: no rule of a Service proxy asks for it, and one that did would be unknown.
@@ -72,16 +76,45 @@ type node struct {
 	addrs []netip.Addr
 	pods  ipfamily.Per[dataplane.Pods]
 	own   map[netip.Addr]bool
-	// podInterface is the name of an interface by which packets from pods come in, and outside one of another.
-	podInterface string
-	senders      ipfamily.Per[[]sender]
+	// podInterface is the name of an interface by which packets from pods come in, and device that of the one to the
+	// outside. What other nodes send has the link-layer address mac; the zero MAC if none is known.
+	podInterface, device string
+	mac                  snapshot.MAC
+	senders              ipfamily.Per[[]sender]
 }
 
+// outsideInterface is the device to the outside where no rules are at the ingress of any.
 const outsideInterface = "eth0"
 
-// newNode makes up the senders of a node.
-func newNode(host []netip.Addr, known ipfamily.Per[dataplane.Pods], ranges []netip.Prefix) *node {
-	n := &node{addrs: host, pods: known, own: map[netip.Addr]bool{}, podInterface: "pod0"}
+// link says by which device packets come in from outside, and what other nodes' frames look like: as the State says,
+// or else the rules.
+func link(s *dataplane.State, sides []Side) (device string, mac snapshot.MAC) {
+	var devices []string
+	var macs []snapshot.MAC
+	if s != nil {
+		macs = slices.Clone(s.NodeMACs)
+		if s.Device != "" && s.Device != snapshot.AnyDevice {
+			devices = append(devices, s.Device)
+		}
+	}
+	for _, side := range sides {
+		if m := side.Mentioned; m != nil {
+			devices = append(devices, m.Devices...)
+			for _, a := range m.Senders {
+				macs = append(macs, a)
+			}
+		}
+	}
+	if s != nil && s.Device != "" {
+		devices = append(devices, s.Device)
+	}
+	return append(devices, outsideInterface)[0], append(macs, snapshot.MAC{})[0]
+}
+
+// newNode makes up the senders of a node, whose link is that of the function link.
+func newNode(host []netip.Addr, known ipfamily.Per[dataplane.Pods], ranges []netip.Prefix, device string,
+	mac snapshot.MAC) *node {
+	n := &node{addrs: host, pods: known, own: map[netip.Addr]bool{}, podInterface: "pod0", device: device, mac: mac}
 	for _, p := range known {
 		if p.ByInterface() {
 			n.podInterface = cmp.Or(p.Interface, p.InterfacePrefix+"0")
@@ -95,10 +128,13 @@ func newNode(host []netip.Addr, known ipfamily.Per[dataplane.Pods], ranges []net
 			}
 		}
 		inside := lastAddr(cidr).Prev()
+		far := outside(f, append(slices.Clone(ranges), cidr))
 		n.senders[f] = []sender{
-			{FromPod, inside, n.podInterface}, {FromOtherPod, inside.Prev(), outsideInterface},
-			{kind: FromNode}, {kind: FromBridge, addr: n.bridge(f)},
-			{FromOutside, outside(f, append(slices.Clone(ranges), cidr)), outsideInterface},
+			{FromPod, inside, n.podInterface, snapshot.MAC{}}, {FromOtherPod, inside.Prev(), device, mac},
+			{kind: FromNode}, {kind: FromBridge, addr: n.bridge(f)}, {kind: FromOutside, addr: far, iface: device},
+		}
+		if mac != (snapshot.MAC{}) {
+			n.senders[f] = append(n.senders[f], sender{FromNeighbour, far, device, mac})
 		}
 	}
 	return n
@@ -138,7 +174,7 @@ func (n *node) packet(s sender, k packets.Key) (p packets.Packet, ok bool) {
 		return p, false
 	}
 	return packets.Packet{Source: netip.AddrPortFrom(s.addr, sourcePort),
-		Destination: netip.AddrPortFrom(k.Addr, k.Port), Protocol: k.Protocol, Interface: s.iface}, true
+		Destination: netip.AddrPortFrom(k.Addr, k.Port), Protocol: k.Protocol, Interface: s.iface, MAC: s.mac}, true
 }
 
 // sourceTo returns the address from which this node sends to another: the same, if it is its own, and otherwise one
@@ -183,7 +219,7 @@ func (n *node) edges(asked *packets.Asked, endpoints map[netip.Addr]bool) (list 
 		for _, a := range []netip.Addr{i.First.Prev(), i.First, i.Last, i.Last.Next()} {
 			if a.IsValid() && !seen[a] && !a.IsUnspecified() && !a.IsMulticast() && !a.IsLoopback() {
 				seen[a] = true
-				list = append(list, sender{FromEdge, a, outsideInterface})
+				list = append(list, sender{kind: FromEdge, addr: a, iface: n.device})
 			}
 		}
 	}

@@ -19,6 +19,7 @@ import (
 	"github.com/verdict-proxy/verdict/internal/system/ipfamily"
 	"github.com/verdict-proxy/verdict/internal/system/packets"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
+	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
 // Names of sides.
@@ -146,7 +147,11 @@ func Compare(in Input) (*Result, error) {
 	if len(c.sides) < 2 {
 		return nil, errors.New("there is only one side: nothing to compare with")
 	}
-	c.node = newNode(in.Host, in.Pods, ranges)
+	device, mac := link(in.State, in.Sides)
+	if c.objects != nil {
+		c.objects.device = device
+	}
+	c.node = newNode(in.Host, in.Pods, ranges, device, mac)
 	for _, s := range c.sides {
 		if s.Mentioned != nil {
 			for _, a := range s.Mentioned.Own {
@@ -211,13 +216,18 @@ func (p *part) outcomesOf(packet packets.Packet, memories []packets.Memory, aske
 func (p *part) destination(d *destination) {
 	asked := &packets.Asked{}
 	endpoints := map[netip.Addr]bool{}
-	done := map[netip.Addr]bool{}
+	type from struct {
+		addr netip.Addr
+		mac  snapshot.MAC
+	}
+	done := map[from]bool{}
 	walk := func(s sender, asked *packets.Asked) {
 		packet, ok := p.node.packet(s, d.key)
-		if !ok || done[packet.Source.Addr()] && s.kind != FromNode {
+		by := from{packet.Source.Addr(), packet.MAC}
+		if !ok || done[by] && s.kind != FromNode {
 			return
 		}
-		done[packet.Source.Addr()] = done[packet.Source.Addr()] || s.kind != FromNode
+		done[by] = done[by] || s.kind != FromNode
 		p.class(d, s, packet, asked, endpoints)
 	}
 	for _, s := range p.node.senders[ipfamily.Of(d.key.Addr)] {
@@ -234,11 +244,11 @@ func (p *part) destination(d *destination) {
 	}
 	slices.SortFunc(own, netip.Addr.Compare)
 	for _, a := range own {
-		walk(sender{FromEndpoint, a, p.node.podInterface}, nil)
+		walk(sender{kind: FromEndpoint, addr: a, iface: p.node.podInterface}, nil)
 	}
 }
 
-// class walks one packet, and then again for a client that is remembered with each endpoint.
+// class walks one packet, and then again for a client that is remembered with each endpoint or node.
 func (p *part) class(d *destination, s sender, packet packets.Packet, asked *packets.Asked,
 	endpoints map[netip.Addr]bool) {
 	all, err := p.outcomesOf(packet, nil, asked)
@@ -257,7 +267,7 @@ func (p *part) class(d *destination, s sender, packet packets.Packet, asked *pac
 		memories, remembers := make([]packets.Memory, len(first)), false
 		for i, outcomes := range first {
 			k := slices.IndexFunc(outcomes, func(x packets.Outcome) bool { return x.To == o.To })
-			if k >= 0 && o.Verdict == packets.Sent {
+			if k >= 0 && (o.Verdict == packets.Sent || o.Verdict == packets.Forwarded) {
 				memories[i] = outcomes[k].Memory
 				remembers = remembers || memories[i] != nil
 			}

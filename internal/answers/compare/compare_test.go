@@ -81,6 +81,13 @@ func load(t testing.TB, path string, args ...string) manifest {
 func write(t testing.TB, state *dataplane.State) *lab.Host {
 	t.Helper()
 	h := labtest.NewHost(t, labtest.NewNet(t), "node")
+	writeOn(t, h, state)
+	return h
+}
+
+// writeOn has Verdict write a State on a host.
+func writeOn(t testing.TB, h *lab.Host, state *dataplane.State) {
+	t.Helper()
 	labtest.Check(t, h.Do(func() error {
 		b, err := kernel.Open(kernel.Options{})
 		if err != nil {
@@ -95,7 +102,6 @@ func write(t testing.TB, state *dataplane.State) *lab.Host {
 			change.Services = receipt.Left
 		}
 	}))
-	return h
 }
 
 // read reads a table of a host.

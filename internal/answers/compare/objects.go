@@ -17,8 +17,10 @@ import (
 
 // objects is what should happen to packets by the objects: a packets.Walker over a State.
 type objects struct {
-	state      *dataplane.State
-	host       []netip.Addr
+	state *dataplane.State
+	host  []netip.Addr
+	// device is that by which packets come in from outside.
+	device     string
 	frontends  map[packets.Key]frontend
 	clusterIPs map[netip.Addr]bool
 	balancers  map[netip.Addr]bool
@@ -72,19 +74,69 @@ func pods(s *dataplane.State, f ipfamily.Family) dataplane.Pods {
 
 // Walk implements packets.Walker.
 func (o *objects) Walk(p packets.Packet, m packets.Memory, asked *packets.Asked) ([]packets.Outcome, error) {
-	node, pod := p.Interface == "", o.fromPod(p)
 	fe, found := o.frontends[packets.Key{Addr: p.Destination.Addr(), Protocol: p.Protocol, Port: p.Destination.Port()}]
 	if !found {
-		return ends(p, o.unserved(p.Destination.Addr(), !node && !pod)), nil
+		return ends(p, o.unserved(p.Destination.Addr(), p.Interface != "" && !o.fromPod(p))), nil
 	}
 	if asked != nil {
 		for _, r := range fe.Sources {
 			asked.Intervals = append(asked.Intervals, packets.Interval{First: r.Masked().Addr(), Last: lastAddr(r)})
 		}
 	}
+	if o.divides(p, &fe) {
+		return o.divided(p, &fe, m)
+	}
+	return o.served(p, &fe, m)
+}
+
+// divides reports whether a packet is of a client that is divided among nodes, and that no other node has forwarded.
+func (o *objects) divides(p packets.Packet, fe *frontend) bool {
+	return fe.Keepable() && fe.port.Keep != nil && p.Interface == o.device &&
+		!slices.Contains(o.state.NodeMACs, snapshot.MAC(p.MAC))
+}
+
+// memory is that of a client: its endpoint, if it has affinity, and its node, if it is divided among nodes.
+type memory struct{ endpoint, node netip.AddrPort }
+
+// divided returns the nodes to which a packet is forwarded, and what becomes of it if it is this one.
+func (o *objects) divided(p packets.Packet, fe *frontend, m packets.Memory) (out []packets.Outcome, err error) {
+	was, again := m.(memory)
+	again = again && p.Protocol != packets.TCP // whose first packet begins another connection
+	for _, n := range fe.port.Keep.Nodes {
+		at, share := netip.AddrPortFrom(n.Addr, 0), packets.NewChance(uint64(n.Weight), fe.port.Keep.Weight())
+		if again {
+			if share = packets.Certain; was.node != at {
+				continue
+			}
+		}
+		switch {
+		case n.Weight == 0:
+		case !n.Own:
+			out = append(out, packets.Outcome{Ending: packets.Ending{Verdict: packets.Forwarded, To: at}, Chance: share,
+				Memory: memory{node: at}})
+		default:
+			here, err := o.served(p, fe, m)
+			if err != nil {
+				return nil, err
+			}
+			for _, x := range here {
+				known, _ := x.Memory.(memory)
+				known.node = at
+				x.Chance, x.Memory = x.Chance.Times(share), known
+				out = append(out, x)
+			}
+		}
+	}
+	slices.SortFunc(out, func(a, b packets.Outcome) int { return a.Ending.Compare(b.Ending) })
+	return out, nil
+}
+
+// served returns what becomes of a packet that this node translates.
+func (o *objects) served(p packets.Packet, fe *frontend, m packets.Memory) ([]packets.Outcome, error) {
 	if fe.Sources != nil && !contain(fe.Sources, p.Source.Addr()) {
 		return ends(p, packets.Dropped), nil
 	}
+	node, pod := p.Interface == "", o.fromPod(p)
 	i := slices.IndexFunc(fe.Routes, func(r dataplane.Route) bool {
 		return r.From == dataplane.Anyone || r.From == dataplane.Pod && pod || r.From == dataplane.Node && node
 	})
@@ -93,7 +145,7 @@ func (o *objects) Walk(p packets.Packet, m packets.Memory, asked *packets.Asked)
 	case route.Pool == fe.port.Scheduled(fe.Frontend):
 		return nil, errScheduled
 	case len(route.Pool.Endpoints) > 0:
-		return o.endpoints(p, &fe, route, m)
+		return o.endpoints(p, fe, route, m)
 	case route.Pool.Empty == dataplane.Drop:
 		return ends(p, packets.Dropped), nil
 	case route.Pool.Empty == dataplane.Pass:
@@ -160,9 +212,9 @@ func (o *objects) endpoints(p packets.Packet, fe *frontend, r *dataplane.Route, 
 		x := packets.Outcome{Ending: packets.Ending{Verdict: packets.Sent, To: ep.AddrPort,
 			Masqueraded: !onHost && (own || r.SNAT)}, Chance: served.Times(packets.NewChance(uint64(max(ep.Weight, 1)), total))}
 		if fe.port.Affinity > 0 {
-			x.Memory, x.Remembered = ep.AddrPort, uint32(fe.port.Affinity/time.Second)
+			x.Memory, x.Remembered = memory{endpoint: ep.AddrPort}, uint32(fe.port.Affinity/time.Second)
 		}
-		if m == any(ep.AddrPort) {
+		if was, ok := m.(memory); ok && was.endpoint == ep.AddrPort {
 			x.Chance, x.Recalled = served, true
 			return append([]packets.Outcome{x}, refused...), nil
 		}
@@ -181,6 +233,9 @@ func (o *objects) digest() (sum [sha256.Size]byte) {
 		fmt.Fprintln(h, n, svc.ClusterIPs, svc.LoadBalancerIPs, svc.HealthCheckNodePort)
 		for _, sp := range svc.Ports {
 			fmt.Fprintln(h, sp.Name, sp.Affinity, sp.Hash)
+			if sp.Keep != nil {
+				fmt.Fprintln(h, s.Device, s.NodeMACs, *sp.Keep)
+			}
 			for i := range sp.Frontends {
 				fe := &sp.Frontends[i]
 				fmt.Fprintln(h, fe.Key, fe.Kind, fe.Sources)

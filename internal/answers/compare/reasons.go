@@ -61,9 +61,16 @@ var Reasons = []Reason{
 			return d.bridge && d.frontend != nil && d.Kind != ClusterIP && d.frontend.Route(dataplane.Node).SNAT &&
 				!d.frontend.Route(dataplane.Pod).SNAT && d.sameButMasquerade()
 		}},
-	{"slots", "the Service has weights or a hash, and shares are rounded to slots (docs/decisions/0019-chances.md)",
+	{"client-address", "clients of the Service keep their addresses: nodes forward them untranslated, or translate them " +
+		"to endpoints of their own, and do not masquerade pods; kube-proxy cannot (docs/decisions/0042-client-address.md)",
 		func(d *Difference) bool {
-			return d.frontend != nil && d.weighted() && d.sameEndpoints() && d.nearChances()
+			outside := []Sender{FromOutside, FromEdge, FromNeighbour, FromOtherPod}
+			return d.frontend != nil && d.frontend.Kept && (slices.Contains(outside, d.Sender) || d.sameButMasquerade())
+		}},
+	{"slots", "the Service has weights or a hash, or its clients are divided among nodes, and shares are rounded to " +
+		"slots (docs/decisions/0019-chances.md)",
+		func(d *Difference) bool {
+			return d.frontend != nil && (d.weighted() || d.frontend.port.Keep != nil) && d.sameEndpoints() && d.nearChances()
 		}},
 	{"scheduling", "the Service has weights or a hash, by annotation, which kube-proxy does not read",
 		func(d *Difference) bool { return d.frontend != nil && d.weighted() && d.sameEndpoints() }},
@@ -131,9 +138,13 @@ func (d *Difference) sameButMasquerade() bool {
 }
 
 // nearChances reports whether no chance differs by more than rounding to slots explains: 2 % of it, or one slot of the
-// fewest that weights get.
+// fewest that weights get, or of those among which clients are divided.
 func (d *Difference) nearChances() bool {
+	slot := 1.0 / 1024
+	if d.frontend.Keepable() && d.frontend.port.Keep != nil {
+		slot = max(slot, 1/float64(d.frontend.port.Keep.Slots()))
+	}
 	return slices.EqualFunc(d.outcomes[0], d.outcomes[1], func(a, b packets.Outcome) bool {
-		return math.Abs(a.Chance.Float()-b.Chance.Float()) <= max(a.Chance.Float()/50, 1.0/1024)
+		return math.Abs(a.Chance.Float()-b.Chance.Float()) <= max(a.Chance.Float()/50, slot)
 	})
 }

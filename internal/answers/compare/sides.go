@@ -7,6 +7,7 @@ import (
 	"net/netip"
 	"runtime"
 
+	"github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
 
 	"github.com/verdict-proxy/verdict/internal/system/ipfamily"
@@ -24,13 +25,13 @@ const proxyTable = "kube-proxy"
 // in its modes nftables and iptables. Notes say what could not be looked for.
 func ReadSides(ctx context.Context, host []netip.Addr) (sides []Side, notes []string, err error) {
 	h := &packets.Host{Addrs: host}
-	for _, t := range []struct{ table, name string }{{proxyTable, NFTables}, {nft.TableName, Verdict}} {
-		rules, err := packets.ReadNFTables(t.table, h)
+	for _, read := range []func(*packets.Host) (Side, error){readKubeProxy, ReadVerdict} {
+		side, err := read(h)
 		if err != nil {
 			return nil, nil, err
 		}
-		if rules.Size().Tables > 0 {
-			sides = append(sides, NewSide(t.name, rules))
+		if side.Size.Tables > 0 {
+			sides = append(sides, side)
 		}
 	}
 	found, err := xtables.Find(ctx)
@@ -52,6 +53,24 @@ func ReadSides(ctx context.Context, host []netip.Addr) (sides []Side, notes []st
 		}
 	}
 	return sides, nil, nil
+}
+
+func readKubeProxy(h *packets.Host) (Side, error) {
+	rules, err := packets.ReadNFTables(proxyTable, h)
+	if err != nil {
+		return Side{}, err
+	}
+	return NewSide(NFTables, rules), nil
+}
+
+// ReadVerdict reads Verdict's tables in the network namespace of the calling thread, also those at the ingress of a
+// device.
+func ReadVerdict(h *packets.Host) (Side, error) {
+	rules, err := packets.ReadNFTables(nft.TableName, h, nft.IngressTable(ipfamily.IPv4), nft.IngressTable(ipfamily.IPv6))
+	if err != nil {
+		return Side{}, err
+	}
+	return NewSide(Verdict, rules), nil
 }
 
 // readChains reads the chains of one variant of iptables.
@@ -97,6 +116,12 @@ func compileHere(state *dataplane.State, host []netip.Addr) (side Side, err erro
 	if err := unix.Unshare(unix.CLONE_NEWNET); err != nil {
 		return side, fmt.Errorf("a network namespace of its own: %w", err)
 	}
+	if state.Device != "" {
+		pair := &netlink.Veth{LinkAttrs: netlink.LinkAttrs{Name: state.Device}, PeerName: "verdict-peer"}
+		if err := netlink.LinkAdd(pair); err != nil {
+			return side, fmt.Errorf("a device %s in a network namespace of its own: %w", state.Device, err)
+		}
+	}
 	backend, err := kernel.Open(kernel.Options{})
 	if err != nil {
 		return side, err
@@ -112,9 +137,5 @@ func compileHere(state *dataplane.State, host []netip.Addr) (side Side, err erro
 		}
 		change = dataplane.Change{Services: receipt.Left}
 	}
-	rules, err := packets.ReadNFTables(nft.TableName, &packets.Host{Addrs: host})
-	if err != nil {
-		return side, err
-	}
-	return NewSide(Verdict, rules), nil
+	return ReadVerdict(&packets.Host{Addrs: host})
 }

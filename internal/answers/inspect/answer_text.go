@@ -67,9 +67,9 @@ func (a *Answer) why(v *View) string {
 	x, dst := a.explanation, a.explanation.Question.Key
 	switch x.Cause {
 	case dataplane.FrontendFound:
-		return sentTo(v.Endpoints) + refusedText(a.refused()) + othersText(v.Nodes)
+		return sentTo(v.Endpoints) + refusedText(a.refused()) + a.othersText(v.Nodes)
 	case dataplane.ForwardedToNode:
-		return forwardedTo(v.Nodes)
+		return a.forwardedTo(v.Nodes)
 	case dataplane.FrontendScheduled:
 		return scheduledTo(v)
 	case dataplane.NoEndpoints:
@@ -93,7 +93,8 @@ func (a *Answer) why(v *View) string {
 	case dataplane.Unallocated:
 		return fmt.Sprintf("dropped: no Service has %s, which lies in the ServiceCIDR %s", dst.Addr, x.CIDR)
 	case dataplane.SourceRefused:
-		return fmt.Sprintf("dropped: %s is in none of the Service's loadBalancerSourceRanges", a.sender.addr)
+		return fmt.Sprintf("dropped: %s is in none of the Service's loadBalancerSourceRanges", a.sender.addr) +
+			a.othersText(v.Nodes)
 	case dataplane.NotService:
 		if len(x.Unserved) > 0 {
 			return fmt.Sprintf("untouched: %s names that address, but has no %s cluster IP, or no port", x.Unserved[0],
@@ -106,6 +107,8 @@ func (a *Answer) why(v *View) string {
 // whyKernel explains in a sentence what the kernel does.
 func (a *Answer) whyKernel(v *View) string {
 	switch {
+	case v.Outcome == "several" && a.trace.Cause == dataplane.SourceRefused:
+		return plainWhy(a.trace.Cause, a.key) + a.othersText(v.Nodes)
 	case v.Outcome == "several":
 		whole, refused := 0.0, 0.0
 		for _, e := range v.Endpoints {
@@ -120,14 +123,14 @@ func (a *Answer) whyKernel(v *View) string {
 			whole += n.Chance
 		}
 		if whole+refused > 1-1e-6 {
-			return sentTo(v.Endpoints) + refusedText(refused) + othersText(v.Nodes)
+			return sentTo(v.Endpoints) + refusedText(refused) + a.othersText(v.Nodes)
 		}
 		return fmt.Sprintf("%s, but %s of the connections find an empty slot and are not translated", sentTo(v.Endpoints),
 			percent(1-whole))
 	case a.trace.Cause == dataplane.FrontendFound:
 		return sentTo(v.Endpoints)
 	case a.trace.Cause == dataplane.ForwardedToNode:
-		return forwardedTo(v.Nodes)
+		return a.forwardedTo(v.Nodes)
 	case a.trace.Cause == dataplane.FrontendScheduled:
 		return scheduledTo(v)
 	}

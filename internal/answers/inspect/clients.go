@@ -62,15 +62,19 @@ func (a *Answer) own() float64 {
 }
 
 // forwardedTo explains what becomes of a packet that this node does not translate.
-func forwardedTo(nodes []NodeShare) string {
-	if len(nodes) == 1 {
-		return "forwarded untranslated to " + nodes[0].name() + ", which answers the client directly"
+func (a *Answer) forwardedTo(nodes []NodeShare) string {
+	then := "answers the client directly"
+	if x := a.explanation; x != nil && x.Frontend != nil && x.Frontend.Sources != nil && !x.Source.IsValid() {
+		then = "drops it"
 	}
-	return fmt.Sprintf("forwarded untranslated to one of %d nodes, which answers the client directly", len(nodes))
+	if len(nodes) == 1 {
+		return "forwarded untranslated to " + nodes[0].name() + ", which " + then
+	}
+	return fmt.Sprintf("forwarded untranslated to one of %d nodes, which %s", len(nodes), then)
 }
 
 // othersText says what becomes of clients that are not this node's share.
-func othersText(nodes []NodeShare) string {
+func (a *Answer) othersText(nodes []NodeShare) string {
 	others := 0.0
 	for _, n := range nodes {
 		others += n.Chance
@@ -78,7 +82,7 @@ func othersText(nodes []NodeShare) string {
 	if others == 0 {
 		return ""
 	}
-	return fmt.Sprintf("; %s of the clients are %s", percent(others), forwardedTo(nodes))
+	return fmt.Sprintf("; %s of the clients are %s", percent(others), a.forwardedTo(nodes))
 }
 
 func printNodes(s *terminal.Printer, nodes []NodeShare) {
@@ -103,11 +107,12 @@ func (a *Answer) noteClients(x *dataplane.Explanation) {
 	note := func(text string) { a.Notes = append(a.Notes, text) }
 	unasked := x.Object.ClientAddress == snapshot.ClientAddressDefault
 	switch why := x.Port.NotKept; {
-	case x.Cause == dataplane.ForwardedToNode && x.Frontend.Sources != nil && !x.Source.IsValid():
-		note("the sender is in none of the Service's loadBalancerSourceRanges: the next node drops the packet")
+	case x.Onward != nil && x.Frontend.Sources != nil && !x.Source.IsValid():
+		note("the sender is in none of the Service's loadBalancerSourceRanges, which the node checks that translates: " +
+			"refused packets are counted there")
 	case x.Onward != nil && x.Onward.OwnShare() > 0:
 		note("what another node has forwarded to this one is all translated here")
-	case x.Onward == nil && x.Frontend.Kept && x.Port.Keep != nil:
+	case x.Onward == nil && x.Frontend.Kept && x.Port.Keep.Divides():
 		note("it comes from another node, or by another device: it is not forwarded again")
 	case unasked && outer(x) && why != dataplane.KeptOrNotAsked && why != dataplane.NotKeptNowhere:
 		note("clients of this Service do not keep their addresses on this node: " + why.Text())
@@ -139,7 +144,7 @@ func (o *Objects) addLink(nodes map[string][]netip.Addr, here bool, settings *da
 	if !o.asksNodes() || len(nodes) == 0 {
 		return nil
 	}
-	link := snapshot.Link{Device: snapshot.AnyDevice, Nodes: map[string]snapshot.Neighbour{}}
+	link := AllNeighbours(snapshot.AnyDevice, nodes)
 	if here {
 		own := slices.Clone(o.Snap.Node.Addresses)
 		if o.Config.NodeIP.IsValid() {
@@ -148,16 +153,6 @@ func (o *Objects) addLink(nodes map[string][]netip.Addr, here bool, settings *da
 		var err error
 		if link, err = watch.NewLink(func() []netip.Addr { return own }, nil).Look(nodes); err != nil {
 			return fmt.Errorf("neighbours: %w", err)
-		}
-	} else {
-		for name, addrs := range nodes {
-			n := snapshot.Neighbour{}
-			for _, f := range ipfamily.All {
-				if i := slices.IndexFunc(addrs, f.Has); i >= 0 {
-					n.Addrs[f] = addrs[i]
-				}
-			}
-			link.Nodes[name] = n
 		}
 	}
 	if settings != nil && link.Device != "" && len(settings.NodeMACs) > 0 {
@@ -169,4 +164,20 @@ func (o *Objects) addLink(nodes map[string][]netip.Addr, here bool, settings *da
 	}
 	o.Snap.Apply(snapshot.Delta{Link: &link})
 	return nil
+}
+
+// AllNeighbours takes all other nodes, whose addresses are in order of preference, for neighbours on the link of a
+// device.
+func AllNeighbours(device string, nodes map[string][]netip.Addr) snapshot.Link {
+	link := snapshot.Link{Device: device, Nodes: map[string]snapshot.Neighbour{}}
+	for name, addrs := range nodes {
+		n := snapshot.Neighbour{}
+		for _, f := range ipfamily.All {
+			if i := slices.IndexFunc(addrs, f.Has); i >= 0 {
+				n.Addrs[f] = addrs[i]
+			}
+		}
+		link.Nodes[name] = n
+	}
+	return link
 }

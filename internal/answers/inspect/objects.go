@@ -108,7 +108,17 @@ func (o *ObjectFlags) Load(ctx context.Context, settings *dataplane.Settings, he
 
 // LoadManifests is watch.Load, where "-" is standard input.
 func LoadManifests(ctx context.Context, path, node string) (*snapshot.Snapshot, []error, error) {
-	return watch.Load(ctx, manifestPath(path), node)
+	return LoadOnLink(ctx, path, node, "")
+}
+
+// LoadOnLink is LoadManifests, and takes all other Nodes for neighbours by a device; by none, if that is empty.
+func LoadOnLink(ctx context.Context, path, node, device string) (*snapshot.Snapshot, []error, error) {
+	snap, nodes, problems, err := watch.LoadNodes(ctx, manifestPath(path), node, device != "")
+	if err == nil && device != "" {
+		link := AllNeighbours(device, nodes)
+		snap.Apply(snapshot.Delta{Link: &link})
+	}
+	return snap, problems, err
 }
 
 func manifestPath(path string) string {

@@ -146,12 +146,14 @@ func clientsText(sp *dataplane.ServicePort) string {
 		return "masqueraded (" + sp.NotKept.String() + ")"
 	case !kept:
 		return "by externalTrafficPolicy"
-	case sp.Keep == nil:
+	case !sp.Keep.Divides():
 		return "kept, all endpoints are here"
 	}
 	var names []string
 	for _, n := range sp.Keep.Nodes {
-		names = append(names, n.Name)
+		if !n.Own || n.Weight > 0 {
+			names = append(names, n.Name)
+		}
 	}
 	return "kept, endpoints on " + strings.Join(names, ", ")
 }
@@ -301,7 +303,7 @@ func answers(sp *dataplane.ServicePort, f *dataplane.Frontend) string {
 
 // answer says what a frontend does with a sender, without its number of endpoints.
 func answer(sp *dataplane.ServicePort, f *dataplane.Frontend, from dataplane.From) string {
-	r, kept := f.Route(from), f.Kept && from == dataplane.Anyone && sp.Keep != nil
+	r, kept := f.Route(from), f.Kept && from == dataplane.Anyone && sp.Keep.Divides()
 	switch {
 	case kept && sp.Keep.OwnShare() == 0:
 		return "forwarded untranslated to nodes with endpoints"

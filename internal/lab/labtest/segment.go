@@ -66,6 +66,17 @@ func NewSegment(t testing.TB) *Segment {
 	return s
 }
 
+// FillIngress hooks so many chains to the ingress of a host's device that the kernel takes no more.
+func FillIngress(t testing.TB, h *lab.Host, device string) {
+	t.Helper()
+	const hooks = 1024 // MAX_HOOK_COUNT
+	text := "add table netdev full\n"
+	for i := range hooks {
+		text += fmt.Sprintf("add chain netdev full c%d { type filter hook ingress device %q priority %[1]d; }\n", i, device)
+	}
+	Run(t, h, text, "nft", "-f", "-")
+}
+
 func everywhere(f ipfamily.Family) netip.Prefix {
 	return netip.PrefixFrom(ipfamily.Per[netip.Addr]{netip.IPv4Unspecified(), netip.IPv6Unspecified()}[f], 0)
 }

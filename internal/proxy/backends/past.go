@@ -16,7 +16,8 @@ type Past struct {
 	// Last is the last record up to then, and Next the first one after it; nil if there is none.
 	Last, Next *ledger.Record
 	// Write writes what the kernel held into the network namespace of the calling thread, which must hold no tables.
-	Write func() error
+	// Without is the device whose tables at the ingress are not written, since there is none of that name here.
+	Write func() (without string, err error)
 	// Held has a line for each table, with its digest.
 	Held []string
 }

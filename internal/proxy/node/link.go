@@ -6,6 +6,8 @@ import (
 	"sync"
 
 	"github.com/verdict-proxy/verdict/internal/proxy/backends"
+	"github.com/verdict-proxy/verdict/sync/dataplane"
+	"github.com/verdict-proxy/verdict/sync/reconcile"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 	"github.com/verdict-proxy/verdict/sync/watch"
 )
@@ -29,6 +31,7 @@ type linkAsk struct {
 	synced   bool
 	asked    bool // since the start
 	told     bool // that the settings leave Services that ask for it as they are
+	refused  dataplane.DeviceRefused
 }
 
 func newLinkAsk(w *configWatcher, node *nodeObject, opened *backends.Opened) *linkAsk {
@@ -71,6 +74,24 @@ func (a *linkAsk) complete() {
 	a.synced = true
 	a.mu.Unlock()
 	a.decide()
+}
+
+// committed has the clients of all Services masqueraded if the kernel takes no rules at the ingress of the device:
+// without a State that says so, nobody would know.
+func (a *linkAsk) committed(c reconcile.Commit) {
+	r := c.Refused
+	if a == nil || r == nil {
+		return
+	}
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	if a.refused.Device == r.Device && a.refused.Index == r.Index {
+		return
+	}
+	a.refused = *r
+	a.log.Warn("clients' addresses are masqueraded: the kernel takes no rules at the ingress of the node's device",
+		"device", r.Device, "err", r.Err)
+	a.link.Refuse(r.Device, r.Index)
 }
 
 // decide is called whenever somebody else may ask. What is missing for it is logged once.

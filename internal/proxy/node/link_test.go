@@ -13,6 +13,7 @@ import (
 	"github.com/verdict-proxy/verdict/internal/lab/labtest"
 	"github.com/verdict-proxy/verdict/internal/system/ipfamily"
 	"github.com/verdict-proxy/verdict/internal/system/testkit"
+	"github.com/verdict-proxy/verdict/sync/dataplane"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
@@ -110,4 +111,29 @@ func TestClientAddress(t *testing.T) {
 	labtest.Run(t, s.Wire, "", "ip", "link", "set", labtest.SegmentPort(1), "up")
 	write("example.com/x: y")
 	testkit.Eventually(t, 20*time.Second, "clients are masqueraded", keeps(false), logs[0].String)
+}
+
+// TestClientAddressRefused: if the kernel takes no more rules at the ingress of the node's device, clients are
+// masqueraded, and the status and the log say so.
+func TestClientAddressRefused(t *testing.T) {
+	s := labtest.NewSegment(t)
+	file := filepath.Join(t.TempDir(), "web.yaml")
+	labtest.Check(t, os.WriteFile(file, []byte(keptManifest(s, "verdict-proxy.github.io/client-address: keep")), 0o644))
+	labtest.FillIngress(t, s.Nodes[0], "eth0")
+	var log logBuffer
+	startProxy(t, s.Nodes[0], &log, "--from", file, "--hostname-override="+s.Nodes[0].Name,
+		"--cluster-cidr=10.244.0.0/16,fd00:244::/32", "--healthz-bind-address=127.0.0.1:10256",
+		"--client-address=annotated")
+	var page string
+	testkit.Eventually(t, 20*time.Second, "the status", func() bool {
+		page = labtest.Run(t, s.Nodes[0], "", "curl", "-s", "http://127.0.0.1:10256/status")
+		return strings.Contains(page, dataplane.NotKeptBackend.Text())
+	}, func() string { return page + log.String() })
+	if !strings.Contains(log.String(), "the kernel takes no rules at the ingress") {
+		t.Errorf("the log does not say why:\n%s", log.String())
+	}
+	r := s.Outside.Dial(snapshot.TCP, netip.AddrPortFrom(s.VIP[0], 80), lab.Options{Timeout: 2 * time.Second})
+	if r.Outcome != lab.Answered || r.Source == r.Client {
+		t.Errorf("the client is not masqueraded: %s", r)
+	}
 }

@@ -241,7 +241,7 @@ func (p *proxy) run(ctx context.Context, cleaner *kubeProxyCleaner, n *Node) err
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
 	n.records = p.object.records
-	n.Listeners = []reconcile.Listener{p.events.listener(),
+	n.Listeners = []reconcile.Listener{p.events.listener(), {Committed: p.keep.committed},
 		{Written: func(t reconcile.Transaction) { p.written(ctx, t) }}, {Written: cleaner.written}}
 	beside.Go(func() { p.runBackground(ctx, n.Backend, cleaner) })
 	if err := n.Run(ctx); err != nil {

@@ -3,6 +3,7 @@ package packets
 import (
 	"encoding/binary"
 	"net/netip"
+	"slices"
 )
 
 // Key is a destination.
@@ -35,6 +36,9 @@ type Mentioned struct {
 	// Addrs are destinations of any port, and Ranges ranges of them.
 	Addrs  []netip.Addr
 	Ranges []Interval
+	// Devices are those at whose ingress there are rules, and Senders the link-layer addresses that they compare.
+	Devices []string
+	Senders [][6]byte
 	// Own are the sources that rules compare together with the destination: endpoints that may reach themselves.
 	Own []netip.Addr
 }
@@ -46,6 +50,7 @@ func (r *Rules) Mentioned() *Mentioned {
 		for _, t := range tables {
 			seen := map[*nfSet]bool{}
 			for _, c := range t.chains {
+				m.Devices = append(m.Devices, c.devices...)
 				for i := range c.rules {
 					for k := range c.rules[i].ops {
 						if op := &c.rules[i].ops[k]; op.kind == opLookup && !op.set.dynamic() && !seen[op.set] {
@@ -57,6 +62,9 @@ func (r *Rules) Mentioned() *Mentioned {
 			}
 		}
 	}
+	slices.Sort(m.Devices)
+	m.Devices = slices.Compact(m.Devices)
+	slices.SortFunc(m.Senders, func(a, b [6]byte) int { return slices.Compare(a[:], b[:]) })
 	return m
 }
 
@@ -76,6 +84,8 @@ func (m *Mentioned) addSet(f int, op *nfOp, addrLen int) {
 			m.Addrs = append(m.Addrs, addr)
 		case "sd", "sdpP":
 			m.Own = append(m.Own, addr)
+		case "e":
+			m.Senders = append(m.Senders, [6]byte([]byte(key)))
 		}
 	}
 	if op.layout != "d" {

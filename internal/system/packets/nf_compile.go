@@ -341,6 +341,9 @@ func (t *nfTable) compileLookup(a netlink.Attributes) nfOp {
 	return op
 }
 
+// dynsetDelete is NFT_DYNSET_OP_DELETE.
+const dynsetDelete = 2
+
 func (t *nfTable) compileUpdate(a netlink.Attributes) nfOp {
 	name := a[unix.NFTA_DYNSET_SET_NAME].Text()
 	op := nfOp{kind: opUpdate, set: t.set(name), source: register(a[unix.NFTA_DYNSET_SREG_KEY]), dest: -1,
@@ -349,8 +352,8 @@ func (t *nfTable) compileUpdate(a netlink.Attributes) nfOp {
 	switch {
 	case op.set == nil:
 		op.unknown = "update of the unknown set " + name
-	case a[unix.NFTA_DYNSET_FLAGS].Big32()&flagInvert != 0 || op.what > unix.NFT_DYNSET_OP_UPDATE:
-		op.unknown = "dynset with another operation than add and update"
+	case a[unix.NFTA_DYNSET_FLAGS].Big32()&flagInvert != 0 || op.what > dynsetDelete:
+		op.unknown = "dynset with another operation than add, update and delete"
 	default:
 		op.n, op.timeout = op.set.keyLen, op.set.timeout
 	}
@@ -438,6 +441,7 @@ const (
 	holdsDestination = 'd'
 	holdsProtocol    = 'p'
 	holdsPort        = 'P'
+	holdsSender      = 'e' // by its link-layer address
 )
 
 // held is what a register holds.
@@ -508,6 +512,8 @@ func holds(f ipfamily.Family, op *nfOp) held {
 	case op.kind == opMeta && op.what == unix.NFT_META_L4PROTO:
 		return held{what: holdsProtocol, n: 1}
 	case op.kind != opPayload:
+	case op.what == baseLink && op.offset == 6 && op.n == 6:
+		h.what = holdsSender
 	case op.what == baseNetwork && op.offset == sourceAt && op.n <= f.AddrLen():
 		h.what = holdsSource
 	case op.what == baseNetwork && op.offset == sourceAt+f.AddrLen() && op.n == f.AddrLen():

@@ -34,15 +34,15 @@ func (c *nfChain) prepare() {
 	}
 }
 
-// lotIn returns the place behind the lot of a rule that does nothing else before, and behind that nothing but look it
-// up and end with what it finds, or if it finds it; 0 if there is none.
+// lotIn returns the place behind the lot of a rule that does nothing before but compare, and behind that nothing but
+// look it up and end with what it finds, or if it finds it; 0 if there is none.
 func lotIn(ops []nfOp) int {
 	lot := slices.IndexFunc(ops, func(op nfOp) bool { return op.kind == opLot || op.isLot })
 	if lot < 0 || lot+1 == len(ops) {
 		return 0
 	}
 	for _, op := range ops[:lot] {
-		if op.kind != opMeta && op.kind != opPayload && op.kind != opBitwise && op.kind != opByteorder {
+		if !slices.Contains([]nfKind{opMeta, opPayload, opBitwise, opByteorder, opCompare}, op.kind) {
 			return 0
 		}
 	}
@@ -51,6 +51,10 @@ func lotIn(ops []nfOp) int {
 		at++
 	}
 	look, rest := &ops[at], ops[at+1:]
+	if look.isMap && len(rest) == 2 && rest[0].kind == opSetMeta && rest[0].source == look.dest &&
+		rest[1].kind == opVerdict { // it is the packet's now, and decides later
+		rest = nil
+	}
 	ends := len(rest) == 0
 	if len(rest) == 1 {
 		ends = look.isMap && rest[0].kind == opNAT || !look.isMap && rest[0].kind == opVerdict

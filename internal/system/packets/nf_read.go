@@ -38,8 +38,8 @@ const (
 // nfTable is one table, as the kernel lists it.
 type nfTable struct {
 	family ipfamily.Family
-	// both says that it is one of the family inet, as IPv4 or IPv6 packets see it.
-	both bool
+	// both says that it is one of the family inet, and ingress of netdev, as IPv4 or IPv6 packets see it.
+	both, ingress bool
 	// legacy says that it is one of legacy iptables.
 	legacy  bool
 	name    string
@@ -154,10 +154,16 @@ const maxReads = 5
 // ErrBusy says that somebody wrote whenever the tables were read.
 var ErrBusy = errors.New("the tables were written to each time they were read")
 
-// ReadNFTables reads the tables of a name, of both families, in the network namespace of the calling thread. If there
-// is none, the Rules do nothing.
-func ReadNFTables(table string, host *Host) (*Rules, error) {
-	return settled("table "+table, host, func(r *reader) error { return r.named(table) })
+// ReadNFTables reads the tables of a name, of both families, and those of the family netdev of some names, in the
+// network namespace of the calling thread. If there is none, the Rules do nothing.
+func ReadNFTables(table string, host *Host, ingress ...string) (*Rules, error) {
+	return settled("table "+table, host, func(r *reader) error {
+		err := r.named(table, false)
+		for i := 0; err == nil && i < len(ingress); i++ {
+			err = r.named(ingress[i], true)
+		}
+		return err
+	})
 }
 
 // settled reads until nobody wrote meanwhile.
@@ -190,10 +196,10 @@ func settled(what string, host *Host, read func(*reader) error) (*Rules, error) 
 	return nil, fmt.Errorf("read %s of nf_tables: %w", what, ErrBusy)
 }
 
-// named reads the tables of a name.
-func (r *reader) named(name string) error {
+// named reads the tables of a name. One of the family netdev sees packets of both families.
+func (r *reader) named(name string, ingress bool) error {
 	for _, f := range ipfamily.All {
-		t := &nfTable{family: f, name: name, chains: map[string]*nfChain{}, sets: map[string]*nfSet{}}
+		t := &nfTable{family: f, ingress: ingress, name: name, chains: map[string]*nfChain{}, sets: map[string]*nfSet{}}
 		there, err := r.table(t)
 		if there {
 			err = r.contents(t)
@@ -207,15 +213,27 @@ func (r *reader) named(name string) error {
 
 // contents reads what is in a table.
 func (r *reader) contents(t *nfTable) error {
-	fmt.Fprintf(r.digest, "table %s %s %v\n", t.family.NFT(), t.name, t.dormant)
+	fmt.Fprintf(r.digest, "table %s %v\n", t.place(), t.dormant)
 	for _, read := range []func(*nfTable) error{r.chains, r.sets, r.ruleset} {
 		if err := read(t); err != nil {
 			return err
 		}
 	}
 	r.rules.tables[t.family] = append(r.rules.tables[t.family], t)
-	r.rules.size.Tables++
+	if !t.ingress || t.family == ipfamily.IPv4 { // which is there once, for both
+		r.rules.size.add(t)
+	}
 	return nil
+}
+
+// add counts what is in a table.
+func (s *Size) add(t *nfTable) {
+	s.Tables++
+	s.Chains += len(t.chains)
+	s.Elements += t.elements
+	for _, c := range t.chains {
+		s.Rules += len(c.rules)
+	}
 }
 
 // request builds a request about a table.
@@ -232,8 +250,11 @@ func request(message uint16, flags uint16, t *nfTable, attrs ...any) []byte {
 
 // proto is the family by which the kernel knows the table.
 func (t *nfTable) proto() byte {
-	if t.both {
+	switch {
+	case t.both:
 		return unix.NFPROTO_INET
+	case t.ingress:
+		return unix.NFPROTO_NETDEV
 	}
 	return t.family.NFProto()
 }
@@ -267,8 +288,10 @@ func (r *reader) chains(t *nfTable) error {
 	})
 	for _, c := range sortedBy(t.chains, func(c *nfChain) string { return c.name }) {
 		fmt.Fprintf(r.digest, "chain %q %v %v %d %d %v\n", c.name, c.base, c.nat, c.hook, c.priority, c.drops)
+		if c.devices != nil {
+			fmt.Fprintf(r.digest, "%q\n", c.devices)
+		}
 	}
-	r.rules.size.Chains += len(t.chains)
 	return err
 }
 
@@ -380,7 +403,6 @@ func (r *reader) elements(t *nfTable, s *nfSet) error {
 		}
 		if len(unique) == len(list) && (!told || s.flags&unix.NFT_SET_INTERVAL != 0 || n == len(list)) {
 			r.digestElements(list)
-			r.rules.size.Elements += len(list)
 			t.elements += len(list)
 			return s.fill(list)
 		}
@@ -612,7 +634,6 @@ func (r *reader) ruleset(t *nfTable) error {
 		for _, rule := range list {
 			fmt.Fprintf(r.digest, "rule %q %s\n", rule.name, rule.text)
 		}
-		r.rules.size.Rules += len(list)
 	}
 	return errors.Join(err, failed)
 }

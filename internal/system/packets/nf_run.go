@@ -67,8 +67,9 @@ func (c *nfChain) at() int32 {
 	return c.priority
 }
 
-// update is an element that a rule added to a dynamic set.
+// update is an element that a rule added to a dynamic set, or took out of it.
 type update struct {
+	gone      bool
 	set       *nfSet
 	key, data string
 	timeout   uint64
@@ -287,7 +288,7 @@ func (w *walker) end(m *machine, e Ending) {
 		if m.translated {
 			e.Verdict, e.To, e.Recalled = Sent, w.destination(m), m.recalled
 			for _, u := range m.updates {
-				if !u.ingress {
+				if !u.ingress && !u.gone {
 					e.Remembered = uint32((u.timeout + 500) / 1000)
 				}
 			}
@@ -633,6 +634,9 @@ func (w *walker) remembered(m *machine, op *nfOp, key []byte) (result, error) {
 	for _, list := range [][]update{m.updates, w.memory} {
 		for i := len(list) - 1; i >= 0; i-- {
 			if u := &list[i]; u.set == op.set && u.key == string(key) {
+				if u.gone {
+					return match(op.inverted)
+				}
 				m.recalled = m.recalled || m.hook != hookIngress
 				if op.isMap {
 					m.load(op.dest, []byte(u.data))
@@ -735,10 +739,10 @@ func (w *walker) act(m *machine, op *nfOp) (result, error) {
 	return goOn, nil
 }
 
-// update adds an element to a dynamic set.
+// update adds an element to a dynamic set, or takes it out.
 func (m *machine) update(op *nfOp) {
 	u := update{set: op.set, key: string(m.regs[op.source : op.source+op.n]), timeout: op.timeout,
-		ingress: m.hook == hookIngress}
+		ingress: m.hook == hookIngress, gone: op.what == dynsetDelete}
 	if op.dest >= 0 {
 		u.data = string(m.regs[op.dest : op.dest+op.set.dataLen])
 	}

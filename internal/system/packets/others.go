@@ -349,6 +349,8 @@ func (t *nfTable) place() string {
 		return t.family.NFT() + "tables-legacy " + t.name
 	case t.both:
 		return "inet " + t.name
+	case t.ingress:
+		return "netdev " + t.name
 	}
 	return t.family.NFT() + " " + t.name
 }

@@ -115,6 +115,17 @@ var small = []struct {
 		"eth0 192.0.2.1 tcp 10.99.0.2:9":       "1 drop",
 		"eth0 2001:db8::1 udp [2001:db8::2]:1": "1 drop",
 	}},
+	{"sets that rules write to", `
+		table ip x {
+			set s { type ipv4_addr; flags dynamic,timeout; timeout 1m; size 100; }
+			chain f { type filter hook forward priority 0; tcp dport 1-2 update @s { ip saddr };
+				tcp dport 2 delete @s { ip saddr }; ip saddr @s drop; tcp dport 3 delete @s { ip saddr } reject; }
+		}`, map[string]string{
+		"eth0 192.0.2.1 tcp 10.0.0.1:1": "1 drop",
+		"eth0 192.0.2.1 tcp 10.0.0.1:2": "1 untouched",
+		"eth0 192.0.2.1 tcp 10.0.0.1:3": "1 reject with icmp port-unreachable",
+		"eth0 192.0.2.1 udp 10.0.0.1:3": "1 untouched",
+	}},
 	{"sets", `
 		table ip x {
 			set r { type ipv4_addr . inet_service; flags interval; elements = { 10.0.0.0/24 . 80-90, 10.0.1.1 . 443 }; }
