@@ -138,7 +138,8 @@ func (t *Step) check() error {
 	case t.Shares != nil:
 		return t.Shares.check()
 	case t.Route != nil:
-		return known("route: via", []string{t.Route.Via}, []string{"node-a", "node-b"})
+		return errors.Join(known("route: via", []string{t.Route.Via}, []string{"node-a", "node-b"}),
+			known("route: from", []string{t.Route.From}, []string{"", "client-a", "client-b"}))
 	case t.Open != nil:
 		return errors.Join(
 			known("from", []string{t.Open.From}, senders),

@@ -71,7 +71,7 @@ type Step struct {
 	Echo *EchoStep `yaml:"echo"`
 	// Shares counts how many connections each endpoint gets.
 	Shares *SharesStep `yaml:"shares"`
-	// Route has the router lead what nodes send to a Service's address to a node, until the story ends.
+	// Route has the router lead what nodes, or a client, send to a Service's address to a node, until the story ends.
 	Route *RouteStep `yaml:"route"`
 	Open  *OpenStep  `yaml:"open"`
 	Ping  *PingStep  `yaml:"ping"`
@@ -283,10 +283,12 @@ type SharesStep struct {
 	Of map[string]int `yaml:"of"`
 }
 
-// RouteStep names where packets for a Service's load balancer addresses go.
+// RouteStep names where packets for a Service's load balancer addresses go: those of From, a client, or if it is empty,
+// of nodes.
 type RouteStep struct {
-	To  string `yaml:"to"`
-	Via string `yaml:"via"`
+	To   string `yaml:"to"`
+	Via  string `yaml:"via"`
+	From string `yaml:"from"`
 }
 
 // OpenStep opens a connection that is kept, or for UDP and SCTP begins a flow from one port.

@@ -18,6 +18,23 @@ func (c *Cluster) InstallVerdict(ctx context.Context, image string, more ...Addi
 	return c.applyOverlay(ctx, "overlays/kubeadm", "", image, more)
 }
 
+// UseVerdict is InstallVerdict, and waits until Verdict is ready on all nodes that it is for. A kube-proxy that the
+// cluster has goes meanwhile: while it runs, it holds the port at which kubelets ask whether Verdict is ready.
+func (c *Cluster) UseVerdict(ctx context.Context, image string, more ...Addition) error {
+	if err := c.InstallVerdict(ctx, image, more...); err != nil {
+		return err
+	}
+	if _, err := c.Kubectl(ctx, "-n", "kube-system", "delete", "daemonset", "kube-proxy", "--ignore-not-found",
+		"--wait=true", "--cascade=foreground"); err != nil {
+		return err
+	}
+	if _, err := c.Kubectl(ctx, "label", "nodes", "--all", "kube-proxy-"); err != nil {
+		return err
+	}
+	_, err := c.Kubectl(ctx, "-n", "kube-system", "rollout", "status", "daemonset/verdict", "--timeout=3m")
+	return err
+}
+
 // InstallNodeVerdict is InstallVerdict with the component that writes the Nodes.
 func (c *Cluster) InstallNodeVerdict(ctx context.Context, image string, more ...Addition) error {
 	return c.applyOverlay(ctx, "overlays/kubeadm", "components/node-object", image, more)

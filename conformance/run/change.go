@@ -405,7 +405,8 @@ func (t *teller) route(s *cases.RouteStep) error {
 		if !a.IsValid() {
 			return fmt.Errorf("route: service %s has no %s address of a load balancer", s.To, f)
 		}
-		r := lab.Route{To: netip.PrefixFrom(a, a.BitLen()), Via: via.IP(labFamily(f)), Link: "eth0"}
+		r := lab.Route{To: netip.PrefixFrom(a, a.BitLen()), Via: via.IP(labFamily(f)), Link: "eth0",
+			Table: testbed.RoutesOf(s.From)}
 		if err := router.AddRoute(r); err != nil {
 			return err
 		}

@@ -269,6 +269,16 @@ func single(a netip.Addr) netip.Prefix { return netip.PrefixFrom(a, a.BitLen()) 
 // firstTable is the routing table of the router for client-a; that for client-b follows.
 const firstTable = 100
 
+// RoutesOf returns the routing table of the router for a client; 0, which is that for nodes, for any other name.
+func RoutesOf(client string) int {
+	for i := range nodeNames {
+		if client == "client-"+letter(i) {
+			return firstTable + i
+		}
+	}
+	return 0
+}
+
 func (t *Topology) buildRouter() error {
 	router := t.hosts["router"]
 	if err := router.Forward(); err != nil {

@@ -47,12 +47,13 @@ func TestSetGlobals(t *testing.T) {
 	}
 }
 
-// TestThen: no field of either Receipt is forgotten when two are added up. What was left by the first, the second has
-// done.
+// TestThen: no field of either Receipt is forgotten when two are added up. What the first left, the second has done,
+// and whether the kernel refuses the device, the second says.
 func TestThen(t *testing.T) {
 	other := Receipt{Adopted: true}
 	testkit.Compares(t, func(a, b *Receipt) bool { return reflect.DeepEqual(other.Then(*a), other.Then(*b)) })
-	testkit.Compares(t, func(a, b *Receipt) bool { return reflect.DeepEqual(a.Then(other), b.Then(other)) }, "Left")
+	testkit.Compares(t, func(a, b *Receipt) bool { return reflect.DeepEqual(a.Then(other), b.Then(other)) }, "Left",
+		"Refused")
 }
 
 // TestSamePackets: who decides about counters and shared addresses may differ, and a Service that is not there does

@@ -29,17 +29,8 @@ func (b *Bed) Use(ctx context.Context, proxy string) error {
 }
 
 func (b *Bed) useVerdict(ctx context.Context) error {
-	err := b.InstallVerdict(ctx, cluster.VerdictImage, cluster.Addition{Path: "containers/0/args/-",
-		Value: "--client-address=annotated"})
-	if err != nil {
-		return err
-	}
-	if _, err := b.Kubectl(ctx, "-n", system, "delete", "daemonset", "kube-proxy", "--ignore-not-found", "--wait=true",
-		"--cascade=foreground"); err != nil {
-		return err
-	}
-	// Before, kube-proxy has the port at which a kubelet asks whether Verdict is ready.
-	if _, err := b.Kubectl(ctx, "-n", system, "rollout", "status", "daemonset/verdict", "--timeout=3m"); err != nil {
+	if err := b.UseVerdict(ctx, cluster.VerdictImage, cluster.Addition{Path: "containers/0/args/-",
+		Value: "--client-address=annotated"}); err != nil {
 		return err
 	}
 	return b.tablesGone(ctx, "kube-proxy")

@@ -68,7 +68,7 @@ func (b *Bed) Prepare(ctx context.Context) error {
 			return err
 		}
 	}
-	if err := b.verdict(ctx, cluster.VerdictImage, ""); err != nil {
+	if err := b.UseVerdict(ctx, cluster.VerdictImage, additions("")...); err != nil {
 		return err
 	}
 	b.Log("starting servers and clients")

@@ -77,10 +77,7 @@ func install(ctx context.Context, c *cluster.Cluster) error {
 	if err := c.ApplyKubeProxyConfig(ctx, "nftables"); err != nil {
 		return err
 	}
-	if err := c.InstallVerdict(ctx, cluster.VerdictImage); err != nil {
-		return err
-	}
-	_, err := c.Kubectl(ctx, "-n", "kube-system", "rollout", "status", "daemonset/verdict", "--timeout=2m")
+	err := c.UseVerdict(ctx, cluster.VerdictImage)
 	if err == nil {
 		c.Log("Verdict is ready on all nodes. Try: cluster kubectl get pods -A -o wide; a node's network is in \"ip netns\"")
 	}

@@ -7,6 +7,7 @@ import (
 	"log/slog"
 	"net"
 	"net/http"
+	"syscall"
 	"time"
 )
 
@@ -20,7 +21,9 @@ type Server struct {
 	Handler http.Handler
 	// HardFail makes it an error that the address cannot be listened at: kube-proxy's bindAddressHardFail.
 	HardFail bool
-	Log      *slog.Logger
+	// InUse is for the log, if another process has the address: what that means as long as it does; empty for nothing.
+	InUse string
+	Log   *slog.Logger
 	// Failed, if not nil, is told what the log is told of errors.
 	Failed func(error)
 	// Listen, if not nil, is used instead of net.Listen.
@@ -94,7 +97,11 @@ func (s *Server) Run(ctx context.Context) error {
 		}
 		if err.Error() != told {
 			told = err.Error()
-			s.Log.Error("failed to listen; retrying", "server", s.Name, "err", err)
+			args := []any{"server", s.Name, "err", err}
+			if s.InUse != "" && errors.Is(err, syscall.EADDRINUSE) {
+				args = append(args, "until then", s.InUse)
+			}
+			s.Log.Error("failed to listen; retrying", args...)
 			s.failed(err)
 		}
 		select {

@@ -43,14 +43,14 @@ func TestServerWaitsForItsAddress(t *testing.T) {
 		log := &lockedBuffer{}
 		failures := 0
 		s := &Server{Name: "health checks", Addr: "0.0.0.0:10256", Handler: hello, Listen: host.listen,
-			Log: slog.New(slog.NewTextHandler(log, nil)), Failed: func(error) { failures++ }}
+			InUse: "the pod is not Ready", Log: slog.New(slog.NewTextHandler(log, nil)), Failed: func(error) { failures++ }}
 		ctx, cancel := context.WithCancel(t.Context())
 		ended := make(chan error)
 		go func() { ended <- s.Run(ctx) }()
 		time.Sleep(time.Minute)
 		synctest.Wait()
 		if n := strings.Count(log.String(), "level=ERROR"); n != 1 || failures != 1 ||
-			!strings.Contains(log.String(), "health checks: listen tcp: address already in use") {
+			!strings.Contains(log.String(), `listen tcp: address already in use" "until then"="the pod is not Ready"`) {
 			t.Errorf("%d errors:\n%s", n, log)
 		}
 		if host.tries < 12 || host.tries > 20 {
@@ -65,7 +65,8 @@ func TestServerWaitsForItsAddress(t *testing.T) {
 		time.Sleep(time.Minute)
 		host.set(func() { host.open["tcp 0.0.0.0:10256"].broken <- errors.New("gone") })
 		time.Sleep(listenFirst)
-		if got := host.list(); got != "tcp 0.0.0.0:10256" || strings.Count(log.String(), "level=ERROR") != 2 {
+		if got := host.list(); got != "tcp 0.0.0.0:10256" || strings.Count(log.String(), "level=ERROR") != 2 ||
+			strings.Count(log.String(), "not Ready") != 1 {
 			t.Errorf("after it broke open are %q\n%s", got, log)
 		}
 		cancel()

@@ -228,6 +228,7 @@ func (t *telemetry) makeServers(mode string, loop *reconcile.Loop) []*health.Ser
 	}
 	return []*health.Server{
 		{Name: "health checks", Addr: v.healthz, HardFail: v.hardFail, Log: t.log, Handler: checks,
+			InUse:  "Services are programmed; the pod is not Ready: the kubelet asks the other process, such as kube-proxy",
 			Failed: t.failed("FailedToStartProxierHealthcheck", "StartKubeproxy")},
 		{Name: "metrics", Addr: v.metrics, HardFail: v.hardFail, Log: t.log,
 			Handler: t.metrics.Handler(pages), Failed: t.failed("FailedToStartMetricServer", "StartKubeproxy")},

@@ -1,6 +1,7 @@
 package testkit
 
 import (
+	"errors"
 	"fmt"
 	"net/netip"
 	"reflect"
@@ -70,6 +71,7 @@ var leaves = map[reflect.Type][2]any{
 	reflect.TypeFor[netip.AddrPort](): {netip.MustParseAddrPort("192.0.2.1:1"), netip.MustParseAddrPort("192.0.2.1:2")},
 	reflect.TypeFor[netip.Prefix]():   {netip.MustParsePrefix("10.0.0.0/8"), netip.MustParsePrefix("10.0.0.0/9")},
 	reflect.TypeFor[time.Time]():      {time.Unix(1, 0), time.Unix(2, 0)},
+	reflect.TypeFor[error]():          {errors.New("x1"), errors.New("x2")},
 }
 
 // open lets an unexported field be set.
