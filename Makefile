@@ -91,7 +91,7 @@ CONFORMANCE = CGO_ENABLED=0 $(GO) build -C conformance -trimpath -o $(abspath $(
 conformance: tools ## run the conformance suite: Verdict, and kube-proxy in iptables and nftables mode
 	$(CONFORMANCE) --proxy verdict --proxy kube-proxy-nftables --proxy kube-proxy-iptables --report $(BIN)/conformance-report
 
-neighbors: tools ## the same Services beside Docker, ufw and firewalld, whose rules are made first, and beside settings of the kernel
+neighbors: tools ## the same Services beside Docker, ufw, firewalld and Tailscale, whose rules are made first, and beside settings of the kernel
 	internal/lab/guest/neighbors
 	$(CONFORMANCE) --proxy verdict --proxy kube-proxy-nftables --theme neighbors --report $(BIN)/neighbors-report
 
