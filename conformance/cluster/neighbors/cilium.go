@@ -37,7 +37,8 @@ func ciliumNodes(ctx context.Context, c *cluster.Cluster) error {
 }
 
 // ciliumAgent has the settings of Cilium's chart, without Envoy and Hubble. The agent would change a sysctl of the
-// whole machine, and goes on where it cannot.
+// whole machine, and goes on where it cannot. Cilium has a pod that uses its own Service come from the loopback
+// address. By default that is fe80::1, to which a server sends datagrams from its link-local address, in vain.
 const ciliumAgent = `apiVersion: v1
 kind: ServiceAccount
 metadata: {name: cilium, namespace: kube-system}
@@ -83,6 +84,7 @@ spec:
         - --enable-ipv6=true
         - --ipv4-native-routing-cidr=10.244.0.0/16
         - --ipv6-native-routing-cidr=fd00:10:244::/48
+        - --ipv6-service-loopback-address=fd00:ffff::1
         - --ipam=kubernetes
         - --identity-allocation-mode=crd
         - --devices=eth0
