@@ -2,6 +2,7 @@ package neighbors
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"maps"
 	"net"
@@ -46,6 +47,10 @@ func (b *Bed) decisions(ctx context.Context) ([]Decision, error) {
 	if err != nil {
 		return nil, err
 	}
+	chosen, err := b.chosen(ctx)
+	if err = errors.Join(err, b.tellGuards(ctx, chosen)); err != nil {
+		return nil, err
+	}
 	err = cluster.Wait(ctx, time.Minute, "the policies are enforced", func() error {
 		probes, err := b.probe(ctx, "pod, not allowed", "", 1, []string{ways[0].target, ways[1].target})
 		if err == nil && probes[0].Failed+probes[1].Failed < 2 {
@@ -69,7 +74,30 @@ func (b *Bed) decisions(ctx context.Context) ([]Decision, error) {
 		return nil, err
 	}
 	_, err = b.Kubectl(ctx, "-n", guarded, "delete", "networkpolicy", "--all")
-	return append(all, limited...), err
+	return append(all, limited...), errors.Join(err, b.tellGuards(ctx, nil))
+}
+
+// chosen are the addresses of the pods that the policies choose, by their nodes' names.
+func (b *Bed) chosen(ctx context.Context) (map[string][]string, error) {
+	pods, err := b.api.CoreV1().Pods(guarded).List(ctx, metav1.ListOptions{LabelSelector: "app in (server, limited)"})
+	if err != nil {
+		return nil, err
+	}
+	ips := map[string][]string{}
+	for i := range pods.Items {
+		p := &pods.Items[i]
+		ips[p.Spec.NodeName] = append(ips[p.Spec.NodeName], podIPs(p)...)
+	}
+	return ips, nil
+}
+
+func (b *Bed) tellGuards(ctx context.Context, chosen map[string][]string) (err error) {
+	for _, n := range b.Neighbors {
+		if n.guard != nil {
+			err = errors.Join(err, n.guard(ctx, b.Cluster, chosen))
+		}
+	}
+	return err
 }
 
 // ways are those to the guarded servers; the first two are direct, to one on the clients' node and to one on another.

@@ -70,6 +70,13 @@ func (b *Bed) Run(ctx context.Context, proxy string) (*Result, error) {
 			return nil, err
 		}
 	}
+	for _, n := range b.Neighbors {
+		if n.ingress != "" {
+			if err := b.requests(ctx, n.ingress, r); err != nil {
+				return nil, err
+			}
+		}
+	}
 	if b.has(func(n *Neighbor) bool { return n.Policies }) {
 		r.Decisions, err = b.decisions(ctx)
 	}

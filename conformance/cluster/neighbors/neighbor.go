@@ -26,6 +26,8 @@ type Neighbor struct {
 	Balancer bool
 	// DNS says that it is the cluster's DNS.
 	DNS bool
+	// ingress is the Service of a reverse proxy for HTTP, in the servers' namespace; empty if it is none.
+	ingress string
 
 	// module is the directory of conformance/peers whose go.mod has the version, and source the module's path.
 	module, source string
@@ -40,11 +42,14 @@ type Neighbor struct {
 	objects string
 	// prepare is called before the manifest is applied, and finish after all; each may be nil.
 	prepare, finish func(ctx context.Context, c *cluster.Cluster) error
+	// guard, if not nil, is told the addresses of the pods that policies choose, by their nodes' names, before policies
+	// are tried.
+	guard func(ctx context.Context, c *cluster.Cluster, chosen map[string][]string) error
 }
 
 // All are the neighbors there are.
 var All = []Neighbor{
-	flannel("vxlan"), flannel("host-gw"), kubeRouter, cilium, kubeNetworkPolicies, metalLB, coreDNS,
+	flannel("vxlan"), flannel("host-gw"), kubeRouter, cilium, kubeNetworkPolicies, metalLB, coreDNS, caddy,
 }
 
 // Names are those of All.

@@ -4,7 +4,9 @@ import (
 	"bufio"
 	"encoding/json"
 	"fmt"
+	"io"
 	"net"
+	"net/http"
 	"os"
 	"strconv"
 	"strings"
@@ -14,8 +16,9 @@ import (
 	"github.com/verdict-proxy/verdict/conformance/cluster"
 )
 
-// probe opens connections to each target, such as udp://10.96.0.1:80, all at once, and prints a cluster.Probe for each
-// target as a line of JSON. The connections begin at an address of this host, unless it is empty.
+// probe opens connections to each target, such as udp://10.96.0.1:80 or http://10.96.0.1, all at once, and prints a
+// cluster.Probe for each target as a line of JSON. The connections begin at an address of this host, unless it is
+// empty.
 func probe(from, connections string, targets []string) error {
 	count, err := strconv.Atoi(connections)
 	if err != nil {
@@ -68,6 +71,9 @@ func askOnce(from, target string) (string, error) {
 	} else if ip != nil {
 		d.LocalAddr = &net.TCPAddr{IP: ip}
 	}
+	if network == "http" {
+		return request(&d, target)
+	}
 	deadline := time.Now().Add(limit)
 	conn, err := d.Dial(network, address)
 	if err != nil {
@@ -82,4 +88,19 @@ func askOnce(from, target string) (string, error) {
 	}
 	line, err := bufio.NewReader(conn).ReadString('\n')
 	return strings.TrimSpace(line), err
+}
+
+// request sends a request of HTTP, and returns the answer's body.
+func request(d *net.Dialer, url string) (string, error) {
+	client := http.Client{Timeout: limit, Transport: &http.Transport{DialContext: d.DialContext, DisableKeepAlives: true}}
+	answer, err := client.Get(url)
+	if err != nil {
+		return "", err
+	}
+	defer answer.Body.Close()
+	body, err := io.ReadAll(answer.Body)
+	if err == nil && answer.StatusCode != http.StatusOK {
+		err = fmt.Errorf("%s: %s", answer.Status, body)
+	}
+	return string(body), err
 }
