@@ -106,6 +106,9 @@ func (a *Answer) noteClients(x *dataplane.Explanation) {
 	}
 	note := func(text string) { a.Notes = append(a.Notes, text) }
 	unasked := x.Object.ClientAddress == snapshot.ClientAddressDefault
+	if outer(x) && !x.Frontend.Kept && x.Port.Keep != nil {
+		note("connections that other nodes have go on to them")
+	}
 	switch why := x.Port.NotKept; {
 	case x.Onward != nil && x.Frontend.Sources != nil && !x.Source.IsValid():
 		note("the sender is in none of the Service's loadBalancerSourceRanges, which the node checks that translates: " +

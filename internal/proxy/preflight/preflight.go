@@ -294,7 +294,7 @@ func (h *Host) secondProxy(f *Facts) *status.Finding {
 		return nil
 	}
 	return &status.Finding{Check: SecondProxy,
-		What:   "another Service proxy has programmed this host: " + strings.Join(what, ", "),
+		What: "another Service proxy has programmed this host: " + strings.Join(what, ", "),
 		Advice: "some connections to Services may be its own: run one or the other; verdict takeover removes what a " +
 			"kube-proxy has left"}
 }
