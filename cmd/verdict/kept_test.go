@@ -16,8 +16,11 @@ import (
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
-// keptManifest is a Service that keeps its clients' addresses, with an endpoint on the second and the third node of a
-// Segment.
+// guardedAddr is the address of a Service with source ranges.
+const guardedAddr = "203.0.113.11"
+
+// keptManifest are two Services that keep their clients' addresses, with an endpoint on the second and the third node
+// of a Segment. One has source ranges.
 func keptManifest(s *labtest.Segment) string {
 	text := fmt.Sprintf(`apiVersion: v1
 kind: Service
@@ -29,7 +32,26 @@ spec:
   ipFamilies: [IPv4, IPv6]
   ports: [{port: 80, protocol: TCP}]
 status: {loadBalancer: {ingress: [{ip: "%s"}, {ip: "%s"}]}}
-`, s.VIP[0], s.VIP[1])
+---
+apiVersion: v1
+kind: Service
+metadata: {name: guarded, namespace: shop, annotations: {verdict-proxy.github.io/client-address: keep}}
+spec:
+  type: LoadBalancer
+  clusterIP: 10.96.0.81
+  loadBalancerSourceRanges: [192.0.2.0/24]
+  ports: [{port: 80, protocol: TCP}]
+status: {loadBalancer: {ingress: [{ip: "%s"}]}}
+---
+apiVersion: discovery.k8s.io/v1
+kind: EndpointSlice
+metadata: {name: guarded-1, namespace: shop, labels: {kubernetes.io/service-name: guarded}}
+addressType: IPv4
+ports: [{port: 8080, protocol: TCP}]
+endpoints:
+- {addresses: ["%s"], nodeName: node-b, conditions: {ready: true}}
+- {addresses: ["%s"], nodeName: node-c, conditions: {ready: true}}
+`, s.VIP[0], s.VIP[1], guardedAddr, s.Pods[0].IP4, s.Pods[1].IP4)
 	for f, family := range []string{"IPv4", "IPv6"} {
 		text += fmt.Sprintf(`---
 apiVersion: discovery.k8s.io/v1
@@ -81,9 +103,12 @@ func TestKeptClients(t *testing.T) {
 			}
 		}
 	}
-	out, err := as(s.Nodes[0], "explain", "198.51.100.7", s.VIP[0].String()+":80", "--live")
-	if err != nil || !strings.Contains(out, "50% to node-b (192.0.2.3)") ||
-		!strings.Contains(out, "Kernel     does the same") {
-		t.Errorf("explain: %v\n%s", err, out)
+	for n, c := range []struct{ to, says string }{{s.VIP[0].String(), "50% to node-b (192.0.2.3)"},
+		{guardedAddr, "dropped: 198.51.100.7 is in none of the Service's loadBalancerSourceRanges; 50% of the clients are " +
+			"forwarded untranslated to node-c, which drops it"}} {
+		out, err := as(s.Nodes[n], "explain", "198.51.100.7", c.to+":80", "--live")
+		if err != nil || !strings.Contains(out, c.says) || !strings.Contains(out, "Kernel     does the same") {
+			t.Errorf("explain: %v\n%s", err, out)
+		}
 	}
 }

@@ -10,11 +10,11 @@ import (
 // in the commit what the lines are for, and what they replace.
 var budget = map[string]int{
 	"cmd":              4_810,
-	"nft":              19_640,
+	"nft":              19_650,
 	"ipvsplugin":       3_270,
 	"sync":             16_250,
-	"internal/system":  8_640,
-	"internal/proxy":   28_510,
+	"internal/system":  8_650,
+	"internal/proxy":   28_520,
 	"internal/answers": 15_550,
 	"internal/gateway": 3_820,
 	"internal/lab":     10_780,

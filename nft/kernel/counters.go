@@ -292,29 +292,37 @@ func refusedBy(chain nft.ChainKind, attrs []byte) (refusal dataplane.Refusal, pa
 	return refusal, packets, ok && counts
 }
 
-// Affinity counts the remembered clients of each family. Kernels before Linux 6.16 do not know the number, so the
-// entries are listed. If that takes longer than patience, the family's count is -1.
-func (c *Counters) Affinity(patience time.Duration) (counts ipfamily.Per[int], err error) {
+// Remembered counts what rules remember in a set of each family. Kernels before Linux 6.16 do not know the number, so
+// the entries are listed. If that takes longer than patience, or if there is no table at the ingress for a set there,
+// the family's count is -1.
+func (c *Counters) Remembered(set string, patience time.Duration) (counts ipfamily.Per[int], err error) {
 	if err := c.ready(); err != nil {
 		return counts, err
 	}
+	id, known := setByName(set)
+	if !known {
+		return counts, fmt.Errorf("nft: there is no set %s", set)
+	}
 	deadline := time.Now().Add(patience)
 	for i, f := range ipfamily.All {
-		n, told, err := c.conn.setCount(f, nft.Affinity)
+		n, told, err := c.conn.setCount(f, id)
 		if err == nil && !told {
-			n, err = c.countAffinity(f, deadline)
+			n, err = c.countRemembered(f, id, deadline)
 		}
-		if err != nil && !errors.Is(err, unix.ENOENT) {
-			return counts, fmt.Errorf("nft: count %s %s %s: %w", f.NFT(), nft.TableName, nft.Affinity, err)
+		switch {
+		case errors.Is(err, unix.ENOENT) && id.IsIngress():
+			n = -1
+		case err != nil && !errors.Is(err, unix.ENOENT):
+			return counts, fmt.Errorf("nft: count %s %s: %w", tableText(f, id.IsIngress()), set, err)
 		}
 		counts[i] = n
 	}
 	return counts, nil
 }
 
-// countAffinity lists them. A list cannot be ended early but with its socket.
-func (c *Counters) countAffinity(f ipfamily.Family, deadline time.Time) (n int, err error) {
-	if err := c.conn.Ask(listRequest(f, nft.Affinity)); err != nil {
+// countRemembered lists them. A list cannot be ended early but with its socket.
+func (c *Counters) countRemembered(f ipfamily.Family, set nft.SetID, deadline time.Time) (n int, err error) {
+	if err := c.conn.Ask(listRequest(f, set)); err != nil {
 		return 0, err
 	}
 	for done := false; !done; {

@@ -99,7 +99,7 @@ func TestCountersOfNothing(t *testing.T) {
 			t.Errorf("%v: %d", r, n)
 		}
 	}
-	affinity, err := c.Affinity(time.Second)
+	affinity, err := c.Remembered("affinity", time.Second)
 	if len(got.frontends)+len(got.endpoints) > 0 || affinity != (ipfamily.Per[int]{}) || err != nil {
 		t.Errorf("%+v, affinity %v, %v", got, affinity, err)
 	}
@@ -193,7 +193,7 @@ func TestCountersCount(t *testing.T) {
 					t.Errorf("%v: %d packets; want %d", r, n, want)
 				}
 			}
-			clients, err := counters.Affinity(time.Second)
+			clients, err := counters.Remembered("affinity", time.Second)
 			labtest.Check(t, err)
 			want := 0
 			if affinity > 0 {
@@ -203,10 +203,11 @@ func TestCountersCount(t *testing.T) {
 				t.Errorf("%v clients are remembered; want %d", clients, want)
 			}
 			// Kernels before 6.16 do not tell.
-			if n, err := counters.countAffinity(ipfamily.IPv4, time.Now().Add(time.Minute)); n != want || err != nil {
+			n, err := counters.countRemembered(ipfamily.IPv4, nft.Affinity, time.Now().Add(time.Minute))
+			if n != want || err != nil {
 				t.Errorf("%d clients are listed, %v; want %d", n, err, want)
 			}
-			if n, err := counters.countAffinity(ipfamily.IPv4, time.Now()); n != -1 || err != nil {
+			if n, err := counters.countRemembered(ipfamily.IPv4, nft.Affinity, time.Now()); n != -1 || err != nil {
 				t.Errorf("without patience: %d clients, %v; want it to be given up", n, err)
 			}
 			if again := countAll(t, counters, st); !maps.Equal(again.frontends, got.frontends) {

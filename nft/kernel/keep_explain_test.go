@@ -156,7 +156,8 @@ func TestClientAddressExplainedByAddress(t *testing.T) {
 	s := newSegment(t)
 	s.learn(s.service(func(svc *snapshot.Service) { svc.Affinity = time.Hour }, 1, 2))
 	ends := map[where]int{}
-	for i := range 40 {
+	const clients = 40
+	for i := range clients {
 		f := ipfamily.All[i%2]
 		client := netip.MustParseAddr(fmt.Sprintf(ipfamily.Per[string]{"198.51.100.%d", "2001:db8:51::%d"}[f], 100+i))
 		labtest.Check(t, s.Outside.AddAddr("eth0", netip.PrefixFrom(client, ipfamily.Per[int]{24, 64}[f])))
@@ -171,6 +172,16 @@ func TestClientAddressExplainedByAddress(t *testing.T) {
 				ends[got]++
 			}
 		}
+	}
+	var flows ipfamily.Per[int]
+	labtest.Check(t, s.nodes[0].Do(func() error {
+		c, err := OpenCounters()
+		labtest.Check(t, err)
+		flows, err = c.Remembered("kept-flows", time.Second)
+		return errors.Join(err, c.Close())
+	}))
+	if flows != (ipfamily.Per[int]{clients / 2, clients / 2}) {
+		t.Errorf("node-a remembers %v flows", flows)
 	}
 	if len(ends) != 4 { // two nodes of two families
 		t.Errorf("all clients are forwarded to %v", ends)

@@ -285,7 +285,7 @@ func fill(b *kernel.Backend) (out []metrics.Fill) {
 	}
 	for i, f := range ipfamily.All {
 		for set, size := range tables[i] {
-			if id := nft.SetID(set); id.IsContent() || id == nft.Affinity {
+			if id := nft.SetID(set); id.IsContent() || slices.Contains(metrics.RememberingSets[:], id.String()) {
 				out = append(out, metrics.Fill{Family: f, Set: id.String(), Elements: size.Elements,
 					Size: size.Size})
 			}

@@ -2,6 +2,7 @@ package metrics
 
 import (
 	"net/netip"
+	"slices"
 
 	"github.com/verdict-proxy/verdict/internal/system/ipfamily"
 
@@ -63,7 +64,7 @@ type picture struct {
 	refused ipfamily.Per[[dataplane.NumRefusals]uint64]
 	// leftOut counts Service ports and endpoints.
 	leftOut         ipfamily.Per[int]
-	affinity        ipfamily.Per[int]
+	remembered      [len(RememberingSets)]ipfamily.Per[int]
 	seconds, failed float64
 }
 
@@ -83,7 +84,7 @@ type endpointSample struct {
 func (r *reader) picture() (p picture) {
 	r.locked(func() {
 		g := r.ledger
-		p = picture{ports: make([]sample, 0, g.shown), others: g.others, refused: g.refused, affinity: r.affinity,
+		p = picture{ports: make([]sample, 0, g.shown), others: g.others, refused: g.refused, remembered: r.remembered,
 			seconds: r.took.Seconds(), failed: float64(r.failures)}
 		for _, port := range g.ports {
 			if port.hidden {
@@ -173,8 +174,11 @@ func (c *connections) collectRefused(ch chan<- prometheus.Metric, p *picture) {
 
 func (c *connections) collectFill(ch chan<- prometheus.Metric, p *picture) {
 	for _, f := range c.o.Fill() {
-		if f.Set == AffinitySet {
-			f.Elements = p.affinity[f.Family]
+		if i := slices.Index(RememberingSets[:], f.Set); i >= 0 {
+			f.Elements = p.remembered[i][f.Family]
+		}
+		if f.Elements < 0 && f.Set == RememberingSets[1] { // there is none without a device
+			continue
 		}
 		if f.Elements >= 0 {
 			mapElementsMetric.put(ch, float64(f.Elements), families[f.Family], f.Set)

@@ -315,7 +315,10 @@ func (k *fakeKernel) Refused() (out []dataplane.RefusedCount, err error) {
 
 func (k *fakeKernel) Limited() ([]dataplane.LimitCount, error) { return k.limited, k.broken }
 
-func (k *fakeKernel) Affinity(time.Duration) (ipfamily.Per[int], error) {
+func (k *fakeKernel) Remembered(set string, _ time.Duration) (ipfamily.Per[int], error) {
+	if set == "kept-flows" {
+		return ipfamily.Per[int]{-1, 5}, k.broken // there is none in one family
+	}
 	return ipfamily.Per[int]{3, 4}, k.broken
 }
 

@@ -130,7 +130,8 @@ func newWorld(o Options) *world {
 	o.Fill = func() []Fill {
 		return []Fill{
 			{Set: "services", Elements: 5, Size: 1024},
-			{Family: ipfamily.IPv6, Set: AffinitySet, Size: 9},
+			{Family: ipfamily.IPv6, Set: "affinity", Size: 9},
+			{Family: ipfamily.IPv4, Set: "kept-flows", Size: 8}, {Family: ipfamily.IPv6, Set: "kept-flows", Size: 8},
 			{Set: "source-ranges"},
 		}
 	}
@@ -462,8 +463,10 @@ func TestOwnValues(t *testing.T) {
 		"elements{ip_family=IPv4,map=services} 5",
 		"elements{ip_family=IPv4,map=source-ranges} 0",
 		"elements{ip_family=IPv6,map=affinity} 4",
+		"elements{ip_family=IPv6,map=kept-flows} 5",
 		"max_elements{ip_family=IPv4,map=services} 1024",
 		"max_elements{ip_family=IPv6,map=affinity} 9",
+		"max_elements{ip_family=IPv6,map=kept-flows} 8",
 	)
 	expect(
 		"verdict_conntrack_",

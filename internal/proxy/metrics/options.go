@@ -70,7 +70,7 @@ type Options struct {
 	Ready func() bool
 	// NodePorts counts the sockets of health check node ports that are open, and those that cannot be opened.
 	NodePorts func() (open, failing int)
-	// Fill tells how full the kernel's sets are, but for what the set of AffinitySet holds.
+	// Fill tells how full the kernel's sets are, but for what the RememberingSets hold.
 	Fill func() []Fill
 	// AffinityShares names the Services that hold most of a set of remembered clients that is nearly full.
 	AffinityShares func() []AffinityShare
@@ -124,8 +124,9 @@ type AffinityShare struct {
 	Entries int
 }
 
-// AffinitySet is the set of remembered clients. How many it holds, only Counters.Affinity knows.
-const AffinitySet = "affinity"
+// RememberingSets are those in which rules remember clients, and the nodes of flows. How many they hold, only
+// Counters.Remembered knows.
+var RememberingSets = [...]string{"affinity", "kept-flows"}
 
 // Counters reads what the kernel counts. Its methods are called one at a time.
 type Counters interface {
@@ -145,6 +146,7 @@ type Counters interface {
 	Refused() ([]dataplane.RefusedCount, error)
 	// Limited reads what was over the limits of pools: all that have limits.
 	Limited() ([]dataplane.LimitCount, error)
-	// Affinity counts remembered clients, IPv4 and IPv6; -1 if that takes longer than the patience given.
-	Affinity(patience time.Duration) (ipfamily.Per[int], error)
+	// Remembered counts what one of the RememberingSets holds, IPv4 and IPv6; -1 if that takes longer than the patience
+	// given, or if there is no such set.
+	Remembered(set string, patience time.Duration) (ipfamily.Per[int], error)
 }

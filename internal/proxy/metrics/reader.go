@@ -23,8 +23,8 @@ const (
 	firstReadBudget = time.Minute
 	// scrapePatience is how long a scrape waits for a reading; after that it shows the one before.
 	scrapePatience = 600 * time.Millisecond
-	// affinityPatience is how long remembered clients are counted where the kernel does not know how many they are.
-	affinityPatience = 100 * time.Millisecond
+	// countPatience is how long what rules remember is counted where the kernel does not know how much it is.
+	countPatience = 100 * time.Millisecond
 	// maxInlineServices is how many Services are entered into the ledger in the goroutine that wrote them.
 	maxInlineServices = 16
 )
@@ -70,8 +70,8 @@ type reader struct {
 	took     time.Duration
 	failures int
 	told     string
-	// affinity counts the remembered clients; -1 if that is not known.
-	affinity ipfamily.Per[int]
+	// remembered counts what rules remember in each of RememberingSets; -1 if that is not known, or if there is no set.
+	remembered [len(RememberingSets)]ipfamily.Per[int]
 }
 
 // ledgerUpdate is what a transaction wrote: Services before and after.
@@ -82,11 +82,14 @@ type ledgerUpdate struct {
 	full, adopted bool
 }
 
+// unknown says that nothing is known of what rules remember.
+var unknown = [len(RememberingSets)]ipfamily.Per[int]{{-1, -1}, {-1, -1}}
+
 func newReader(o *Options) *reader {
 	r := &reader{
 		counters: o.Counters, report: o.Report, portions: usual, ledger: newLedger(o.Detail, o.MaxSeries),
-		scheduled: newIPVSLedger(),
-		affinity:  ipfamily.Per[int]{-1, -1},
+		scheduled:  newIPVSLedger(),
+		remembered: unknown,
 	}
 	r.ledger.overRate = o.OverRate
 	if o.Detail != Off {
@@ -220,13 +223,16 @@ func (r *reader) read(done chan struct{}) {
 	}
 	err := errors.Join(r.readRules(), r.readFrontends(opening, start.Add(budget/2)), r.readEndpoints(start.Add(budget)),
 		r.readIPVS(start.Add(budget)))
-	affinity, aerr := r.counters.Affinity(affinityPatience)
-	if err = errors.Join(err, aerr); err != nil {
-		affinity = ipfamily.Per[int]{-1, -1}
+	remembered := unknown
+	for i, set := range RememberingSets {
+		n, cerr := r.counters.Remembered(set, countPatience)
+		if err = errors.Join(err, cerr); err == nil {
+			remembered[i] = n
+		}
 	}
 	news := false
 	r.locked(func() {
-		r.readAt, r.took, r.affinity, r.running = time.Now(), time.Since(start), affinity, nil
+		r.readAt, r.took, r.remembered, r.running = time.Now(), time.Since(start), remembered, nil
 		text := ""
 		if err != nil {
 			r.failures++

@@ -200,14 +200,14 @@ func TestFailedReadings(t *testing.T) {
 	for range 3 {
 		r.read(make(chan struct{}))
 	}
-	if p := r.picture(); p.failed != 3 || len(told) != 1 || p.affinity != (ipfamily.Per[int]{-1, -1}) {
-		t.Errorf("%v failures, told %q, affinity %v", p.failed, told, p.affinity)
+	if p := r.picture(); p.failed != 3 || len(told) != 1 || p.remembered[0] != (ipfamily.Per[int]{-1, -1}) {
+		t.Errorf("%v failures, told %q, affinity %v", p.failed, told, p.remembered[0])
 	}
 	k.broken = nil
 	r.read(make(chan struct{}))
 	p := r.picture()
-	if ports, endpoints := p.connections(); ports != 3 || endpoints != 3 || p.affinity != (ipfamily.Per[int]{3, 4}) {
-		t.Errorf("%d and %d connections, affinity %v", ports, endpoints, p.affinity)
+	if ports, endpoints := p.connections(); ports != 3 || endpoints != 3 || p.remembered[0] != (ipfamily.Per[int]{3, 4}) {
+		t.Errorf("%d and %d connections, affinity %v", ports, endpoints, p.remembered[0])
 	}
 }
 

@@ -214,7 +214,7 @@ func adviceForward(chain string, rules *packets.Rules) string {
 		!strings.Contains(chain, " filter ufw"):
 	case rules.HasChain("DOCKER-USER"):
 		return "Docker sets the policy of FORWARD to drop: accept the pods' range there (iptables -I DOCKER-USER -s " +
-			"RANGE -j ACCEPT, and -d RANGE), or start Docker with ip-forward-no-drop"
+			"RANGE -j ACCEPT, and -d RANGE); it does not if net.ipv4.ip_forward is 1 before it starts"
 	case rules.HasChain("ufw-user-forward"):
 		return "have ufw forward what pods send and get: ufw route allow from RANGE, and ufw route allow to RANGE"
 	default:

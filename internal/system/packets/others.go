@@ -16,6 +16,10 @@ import (
 // each; a proxy reads them every minute.
 const maxOthers = 10_000
 
+// maxSets bounds how many of their sets, named or not, are asked for elements: the kernel finds a set by its name among
+// all sets of its table, one after the other.
+const maxSets = 1_000
+
 // maxLegacy bounds how many bytes of one table of legacy iptables are read: the kernel gives all of it or nothing. A
 // rule has some 200 bytes.
 const maxLegacy = 8 << 20
@@ -27,8 +31,8 @@ var ErrTooMany = errors.New("other programs have too many rules to follow a pack
 // there is, is not for Verdict to say.
 type others struct {
 	*reader
-	// room is how many rules there is room for.
-	room int
+	// room is how many rules there is room for, and setRoom how many sets.
+	room, setRoom int
 }
 
 // ReadOthers opens the tables of nf_tables, of the families ip, ip6 and inet, that have a chain by which packets come
@@ -40,7 +44,7 @@ func ReadOthers(name string, host *Host) (*Rules, error) {
 	if err != nil {
 		return nil, fmt.Errorf("read nf_tables: %w", err)
 	}
-	o := &others{&reader{Conn: c, rules: &Rules{host: host}}, maxOthers}
+	o := &others{&reader{Conn: c, rules: &Rules{host: host}}, maxOthers, maxSets}
 	o.rules.close = func() error { return o.Close() }
 	if err := o.read(name); err != nil {
 		return nil, errors.Join(err, o.Close())
@@ -214,6 +218,9 @@ func (t *nfTable) chain(name string) *nfChain {
 func (t *nfTable) set(name string) *nfSet {
 	if s := t.sets[name]; s != nil || t.others == nil {
 		return s
+	}
+	if t.others.setRoom--; t.others.setRoom < 0 {
+		return &nfSet{name: name, odd: fmt.Sprintf("one of more than %d sets", maxSets)}
 	}
 	body, err := t.others.Get(request(unix.NFT_MSG_GETSET, 0, t, unix.NFTA_SET_NAME, name))
 	if err != nil || len(body) < netlink.NetfilterLen {
