@@ -29,8 +29,8 @@ func flannel(backend string) Neighbor {
 	}
 }
 
-// delegate stands in for flannel's CNI plugin, which does not build from its Go module. That plugin reads what flannel has written
-// about the node's subnets, and has the bridge plugin do the rest, with this configuration.
+// delegate stands in for flannel's CNI plugin, which does not build from its Go module. That plugin reads what flannel
+// has written about the node's subnets, and has the bridge plugin do the rest, with this configuration.
 func delegate(ctx context.Context, c *cluster.Cluster) error {
 	for _, n := range c.Nodes {
 		text, err := n.Exec(ctx, "cat", "/run/flannel/subnet.env")
