@@ -99,7 +99,7 @@ func (s *Server) Run(ctx context.Context) error {
 			told = err.Error()
 			args := []any{"server", s.Name, "err", err}
 			if s.InUse != "" && errors.Is(err, syscall.EADDRINUSE) {
-				args = append(args, "until then", s.InUse)
+				args = append(args, "until_then", s.InUse)
 			}
 			s.Log.Error("failed to listen; retrying", args...)
 			s.failed(err)

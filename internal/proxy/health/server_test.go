@@ -50,7 +50,7 @@ func TestServerWaitsForItsAddress(t *testing.T) {
 		time.Sleep(time.Minute)
 		synctest.Wait()
 		if n := strings.Count(log.String(), "level=ERROR"); n != 1 || failures != 1 ||
-			!strings.Contains(log.String(), `listen tcp: address already in use" "until then"="the pod is not Ready"`) {
+			!strings.Contains(log.String(), `listen tcp: address already in use" until_then="the pod is not Ready"`) {
 			t.Errorf("%d errors:\n%s", n, log)
 		}
 		if host.tries < 12 || host.tries > 20 {
