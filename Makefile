@@ -65,26 +65,29 @@ RACED = ^TestSimulation$$
 
 # Likewise in these tests of other packages: one goroutine calls the product, and what races there are the kernel and
 # its packets.
-UNRACED = ^Test(ExplainLive|ExplainPing|ExplainHairpin|ExplainUnreachable|ExplainDisagrees)$$
+UNRACED = ^TestExplain(Live|Ping|Hairpin|Unreachable|Disagrees)$$
 UNRACED_IN = ./internal/answers/inspect
 
-# Both halves wait for packets most of the time, so they run side by side.
-race: ## run all tests, with the race detector where there is concurrency
-	@$(MAKE) --no-print-directory -j2 unraced raced
+# lint has vetted the packages.
+TEST = $(GO) test -vet=off -timeout 30m
 
-unraced:
-	$(GO) test -timeout 30m $(SEQUENTIAL)
-	$(GO) test -timeout 30m -run '$(UNRACED)' $(UNRACED_IN)
-	cd deploy/test && $(GO) test ./...
-	cd deploy/release && $(GO) test ./...
+# The halves run side by side, since tests of packets wait more than they compute.
+race: ## run all tests, with the race detector where there is concurrency
+	@$(MAKE) --no-print-directory -j2 raced unraced
 
 # A program with the race detector sleeps a second when it ends, to see what other goroutines do then. Some hundred times
 # the tests wait for a verdict to end.
 raced: export GORACE = atexit_sleep_ms=50
 raced:
-	$(GO) test -race -timeout 30m -skip '$(UNRACED)' $$($(GO) list ./... | grep -vxF "$$($(GO) list $(SEQUENTIAL))")
-	$(GO) test -race -timeout 30m -run '$(RACED)' ./nft/kernel
-	cd conformance && $(GO) test -race ./...
+	$(TEST) -race -skip '$(UNRACED)' $$($(GO) list ./... | grep -vxF "$$($(GO) list $(SEQUENTIAL))")
+	$(TEST) -race -run '$(RACED)' ./nft/kernel
+	cd conformance && $(TEST) -race ./...
+
+unraced:
+	$(TEST) $(SEQUENTIAL)
+	$(TEST) -run '$(UNRACED)' $(UNRACED_IN)
+	cd deploy/test && $(TEST) ./...
+	cd deploy/release && $(TEST) ./...
 
 unit: tools ## run all tests without the race detector
 	$(GO) test ./...
@@ -93,8 +96,8 @@ unit: tools ## run all tests without the race detector
 	cd deploy/release && $(GO) test ./...
 
 once: ## run each benchmark once and small, and the test of memory, which the race detector would distort
-	$(GO) test -short -run XXX -bench . -benchtime 1x ./nft/... ./sync/... ./internal/lab/benchmark
-	$(GO) test -run Memory -v ./sync/watch
+	$(TEST) -short -run XXX -bench . -benchtime 1x ./nft/... ./sync/... ./internal/lab/benchmark
+	$(TEST) -run Memory -v ./sync/watch
 
 # The first run builds the control plane and kube-proxy from their modules, which takes some minutes.
 CONFORMANCE = CGO_ENABLED=0 $(GO) build -C conformance -trimpath -o $(abspath $(BIN))/conformance ./cmd/conformance && $(BIN)/conformance
