@@ -155,9 +155,11 @@ func (h *held) eject(pod *lab.Host) {
 	h.apply(snapshot.Delta{Health: map[snapshot.Name]*snapshot.Health{name("web"): health}})
 }
 
-// hold opens connections from a host, in both families. Those that are quiet only listen.
+// hold opens connections from a host, in both families. Those that are quiet only listen. The others begin to send once
+// all are there: else they would slow down those that still connect.
 func (h *held) hold(from *lab.Host, n int, quiet bool) {
 	h.t.Helper()
+	before := len(h.clients)
 	for i := range n {
 		to := netip.AddrPortFrom(lab.Nth(lab.ServiceRange[i%len(lab.Families())], 1), port)
 		c, err := from.DialContext(h.t.Context(), "tcp", to.String())
@@ -169,6 +171,8 @@ func (h *held) hold(from *lab.Host, n int, quiet bool) {
 		cl := &holder{conn: c, quiet: quiet, server: parseServer(line), ended: make(chan struct{})}
 		h.clients = append(h.clients, cl)
 		go cl.read(lines)
+	}
+	for i, cl := range h.clients[before:] {
 		if !quiet {
 			time.AfterFunc(time.Duration(i)*100*time.Millisecond/time.Duration(n), func() { go cl.send() })
 		}
