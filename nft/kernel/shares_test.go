@@ -217,7 +217,7 @@ func TestSharesChangeUnderLoad(t *testing.T) {
 					}
 				})
 			}
-			for i := range 4000 {
+			for i := range underLoad(4000) {
 				_, err := b.ApplyAll(states[(i+1)%2], dataplane.Change{Services: []snapshot.Name{s.name()}})
 				labtest.Check(t, err)
 			}
