@@ -60,6 +60,7 @@ const (
 	AnsweredBy
 	Accepted
 	Forsaken
+	Retrying
 	Retried
 	RefusedShares
 	RateLimits
@@ -90,7 +91,7 @@ var setNames = [...]string{
 	"hairpin", "remember", "timeouts", "sticky-services", "outside-sticky-services", "sticky-endpoints",
 	"uncounted-sticky-endpoints", "affinity", "scheduled", "revision", "digests", "retry-services",
 	"unanswered-by", "refused-by", "shared-ranges", "unhealthy-endpoints", "settings", "answered-by",
-	"accepted", "forsaken", "retried", "refused-shares", "rate-limits", "limited-pools",
+	"accepted", "forsaken", "retrying", "retried", "refused-shares", "rate-limits", "limited-pools",
 	"dropping-pools", "client-limits", "client-rates", "limited-clients", "limited-buckets",
 	"full-pools", "full-clients",
 	"kept", "kept-slots", "kept-nodes", "kept-own", "kept-flows", "kept-recent", "kept-fragments", "node-macs",
@@ -108,7 +109,7 @@ func (s SetID) IsDynamic() bool {
 }
 
 // EvidenceSets are the sets of evidence, which a table has only while Structure.Evidence is set.
-var EvidenceSets = [...]SetID{Unanswered, Refused, AnsweredBy, Accepted, Forsaken, Retried}
+var EvidenceSets = [...]SetID{Unanswered, Refused, AnsweredBy, Accepted, Forsaken, Retrying, Retried}
 
 // clientSets hold the limits of clients, and a table has them only while there are some.
 var clientSets = [...]SetID{LimitedClients, LimitedBuckets}
@@ -442,7 +443,8 @@ func otherSets() []Set {
 		evidenceSet(Accepted, pairKey, AcceptedSize,
 			"client . endpoint that accepted its connection within the last minutes"),
 		evidenceSet(Forsaken, pairKey, EvidenceSize, "client . endpoint that accepted it before, and does not now"),
-		evidenceSet(Retried, senderKey, EvidenceSize, "clients whose refused connection is tried again"),
+		evidenceSet(Retrying, senderKey, EvidenceSize, "clients whose refused connection is tried again"),
+		evidenceSet(Retried, senderKey, EvidenceSize, "the same, and for whom the time for that is over"),
 		{ID: RefusedShares, Key: shareKey.Fields, Interval: true,
 			Comment: "pools that refuse a share of connections . which of 10,000 draws those are"},
 	}
