@@ -14,6 +14,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/verdict-proxy/verdict/internal/system/clock"
+	"github.com/verdict-proxy/verdict/internal/system/wake"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
@@ -195,10 +196,7 @@ func (h *Host) subscribe(groups ...uint) (changed <-chan struct{}, stop func(), 
 			if _, _, err := socket.Receive(); err != nil && !errors.Is(err, unix.ENOBUFS) {
 				return
 			}
-			select {
-			case came <- struct{}{}:
-			default:
-			}
+			wake.Up(came)
 		}
 	}()
 	return came, socket.Close, nil

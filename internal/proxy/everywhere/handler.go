@@ -12,6 +12,7 @@ import (
 
 	"github.com/verdict-proxy/verdict/internal/proxy/health"
 	"github.com/verdict-proxy/verdict/internal/proxy/status"
+	"github.com/verdict-proxy/verdict/internal/system/wake"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
@@ -215,7 +216,7 @@ func (a *Agent) begin(w *waiting, first *Wait) *session {
 	w.wait = *first
 	a.waits[first.ID] = w
 	if a.session == nil {
-		notify(a.wake)
+		wake.Up(a.wake)
 	}
 	return a.session
 }
