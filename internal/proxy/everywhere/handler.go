@@ -2,7 +2,6 @@ package everywhere
 
 import (
 	"context"
-	"encoding/json"
 	"fmt"
 	"net/http"
 	"net/netip"
@@ -112,10 +111,7 @@ func refuse(w http.ResponseWriter, r *http.Request, code int, text string) {
 
 func write(w http.ResponseWriter, r *http.Request, code int, body response) {
 	hangUp(r, code)
-	w.Header().Set("Content-Type", "application/json")
-	w.Header().Set("X-Content-Type-Options", "nosniff")
-	w.WriteHeader(code)
-	_ = json.NewEncoder(w).Encode(body) // whoever asked may have left
+	health.AnswerJSON(w, code, body)
 }
 
 func parseQuery(r *http.Request) (n snapshot.Name, timeout time.Duration, err error) {
