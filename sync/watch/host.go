@@ -73,10 +73,8 @@ func (h *Host) Run(ctx context.Context, sink Sink) error {
 			return fmt.Errorf("host addresses: %w", err)
 		}
 		report(fmt.Errorf("host addresses: %w; retrying", err))
-		select {
-		case <-ctx.Done():
+		if clock.Pause(ctx, resubscribeDelay); ctx.Err() != nil {
 			return nil
-		case <-time.After(resubscribeDelay):
 		}
 	}
 }
