@@ -16,6 +16,7 @@ import (
 	"github.com/verdict-proxy/verdict/internal/answers/compare"
 	"github.com/verdict-proxy/verdict/internal/answers/inspect"
 	"github.com/verdict-proxy/verdict/internal/proxy/backends"
+	"github.com/verdict-proxy/verdict/internal/system/clock"
 	"github.com/verdict-proxy/verdict/internal/system/ipfamily"
 	"github.com/verdict-proxy/verdict/internal/system/terminal"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
@@ -120,10 +121,8 @@ func (o *packetOptions) certify(ctx context.Context) (c *compare.Certificate, er
 		if c, err = o.certifyOnce(ctx, look == 0); err != nil || c.Result.OK() {
 			break
 		}
-		select {
-		case <-ctx.Done():
+		if clock.Pause(ctx, packetPause); ctx.Err() != nil {
 			return nil, ctx.Err()
-		case <-time.After(packetPause):
 		}
 	}
 	return c, err

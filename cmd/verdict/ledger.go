@@ -18,6 +18,7 @@ import (
 	"github.com/verdict-proxy/verdict/internal/proxy/backends"
 	"github.com/verdict-proxy/verdict/internal/proxy/config"
 	"github.com/verdict-proxy/verdict/internal/proxy/ledger"
+	"github.com/verdict-proxy/verdict/internal/system/clock"
 	"github.com/verdict-proxy/verdict/internal/system/terminal"
 )
 
@@ -257,10 +258,8 @@ func (o *logOptions) list(ctx context.Context, dir string, w io.Writer) error {
 		case errors.Is(err, io.EOF) && !o.follow:
 			return p.Err()
 		case errors.Is(err, io.EOF):
-			select {
-			case <-ctx.Done():
+			if clock.Pause(ctx, followEvery); ctx.Err() != nil {
 				return p.Err()
-			case <-time.After(followEvery):
 			}
 		case err != nil:
 			return err

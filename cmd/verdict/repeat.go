@@ -8,6 +8,7 @@ import (
 
 	"github.com/spf13/cobra"
 
+	"github.com/verdict-proxy/verdict/internal/system/clock"
 	"github.com/verdict-proxy/verdict/internal/system/terminal"
 )
 
@@ -70,7 +71,7 @@ func (r *repeating) await(ctx context.Context, ask func(context.Context) (*readi
 		if err == nil && why == "" {
 			return "", last.show()
 		}
-		if !pause(limited, askEvery) {
+		if clock.Pause(limited, askEvery); limited.Err() != nil {
 			break
 		}
 	}
@@ -114,18 +115,9 @@ func (r *repeating) follow(cmd *cobra.Command, ask func(context.Context) (*readi
 				return err
 			}
 		}
-		if before = now; !pause(cmd.Context(), askEvery) {
+		before = now
+		if clock.Pause(cmd.Context(), askEvery); cmd.Context().Err() != nil {
 			return nil
 		}
-	}
-}
-
-// pause waits, and says whether the context lasts.
-func pause(ctx context.Context, d time.Duration) bool {
-	select {
-	case <-ctx.Done():
-		return false
-	case <-time.After(d):
-		return true
 	}
 }

@@ -33,6 +33,7 @@ import (
 	"github.com/verdict-proxy/verdict/internal/lab/control/peers"
 	"github.com/verdict-proxy/verdict/internal/lab/labtest"
 	"github.com/verdict-proxy/verdict/internal/system/testkit"
+	"github.com/verdict-proxy/verdict/internal/system/wake"
 )
 
 func TestMain(m *testing.M) { labtest.Main(m) }
@@ -174,7 +175,7 @@ func (c *cluster) define() {
 
 func (c *cluster) look() {
 	if l := c.controller.leads(); l != nil {
-		notify(l.world.again)
+		wake.Up(l.world.again)
 	}
 }
 

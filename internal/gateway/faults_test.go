@@ -13,12 +13,13 @@ import (
 	corev1 "k8s.io/api/core/v1"
 
 	"github.com/verdict-proxy/verdict/internal/system/testkit"
+	"github.com/verdict-proxy/verdict/internal/system/wake"
 )
 
 // look has the world looked at now, and not in half a minute.
 func (r *rig) look() {
 	if l := r.controller.leads(); l != nil {
-		notify(l.world.again)
+		wake.Up(l.world.again)
 	}
 }
 

@@ -28,6 +28,7 @@ import (
 
 	"github.com/verdict-proxy/verdict/internal/gateway/routes"
 	"github.com/verdict-proxy/verdict/internal/system/clock"
+	"github.com/verdict-proxy/verdict/internal/system/wake"
 	"github.com/verdict-proxy/verdict/sync/watch"
 )
 
@@ -142,15 +143,7 @@ func newWorld(a *api, log *slog.Logger) *world {
 	return w
 }
 
-// notify puts a token into a channel that holds one.
-func notify(c chan struct{}) {
-	select {
-	case c <- struct{}{}:
-	default:
-	}
-}
-
-func (w *world) changed() { notify(w.dirty) }
+func (w *world) changed() { wake.Up(w.dirty) }
 
 // run watches until ctx is done.
 func (w *world) run(ctx context.Context) {
@@ -307,7 +300,7 @@ func (w *world) reflector(r *resource, client *rest.RESTClient) *cache.Reflector
 // watched logs the outcome of a request, and has it looked whether the resource is gone.
 func (w *world) watched(ctx context.Context, what string, err error) {
 	if apierrors.IsNotFound(err) {
-		notify(w.again)
+		wake.Up(w.again)
 	}
 	if !apierrors.IsResourceExpired(err) && !apierrors.IsGone(err) {
 		w.tell(ctx, what, err)
@@ -406,7 +399,7 @@ func (w *world) view() *routes.World {
 	}
 	for _, n := range w.wanted() {
 		if _, ok := w.configs[n]; !ok {
-			notify(w.again)
+			wake.Up(w.again)
 			return nil
 		}
 	}

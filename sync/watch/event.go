@@ -13,6 +13,7 @@ import (
 	"k8s.io/client-go/rest"
 
 	"github.com/verdict-proxy/verdict/internal/system/clip"
+	"github.com/verdict-proxy/verdict/internal/system/clock"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
@@ -138,12 +139,10 @@ func (e *Events) send(ctx context.Context, client *rest.RESTClient, event Event,
 			apierrors.IsBadRequest(err) || apierrors.IsNotFound(err) {
 			return err
 		}
-		select {
-		case <-ctx.Done():
+		if clock.Pause(ctx, wait); ctx.Err() != nil {
 			return ctx.Err()
-		case <-time.After(wait):
-			wait *= 2
 		}
+		wait *= 2
 	}
 }
 

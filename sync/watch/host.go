@@ -14,6 +14,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/verdict-proxy/verdict/internal/system/clock"
+	"github.com/verdict-proxy/verdict/internal/system/wake"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
@@ -72,10 +73,8 @@ func (h *Host) Run(ctx context.Context, sink Sink) error {
 			return fmt.Errorf("host addresses: %w", err)
 		}
 		report(fmt.Errorf("host addresses: %w; retrying", err))
-		select {
-		case <-ctx.Done():
+		if clock.Pause(ctx, resubscribeDelay); ctx.Err() != nil {
 			return nil
-		case <-time.After(resubscribeDelay):
 		}
 	}
 }
@@ -195,10 +194,7 @@ func (h *Host) subscribe(groups ...uint) (changed <-chan struct{}, stop func(), 
 			if _, _, err := socket.Receive(); err != nil && !errors.Is(err, unix.ENOBUFS) {
 				return
 			}
-			select {
-			case came <- struct{}{}:
-			default:
-			}
+			wake.Up(came)
 		}
 	}()
 	return came, socket.Close, nil

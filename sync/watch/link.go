@@ -14,6 +14,7 @@ import (
 	"github.com/vishvananda/netns"
 
 	"github.com/verdict-proxy/verdict/internal/system/ipfamily"
+	"github.com/verdict-proxy/verdict/internal/system/wake"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
@@ -81,12 +82,7 @@ func (l *Link) Refuse(device string, index int) {
 	l.wake()
 }
 
-func (l *Link) wake() {
-	select {
-	case l.news <- struct{}{}:
-	default:
-	}
-}
+func (l *Link) wake() { wake.Up(l.news) }
 
 // Run puts the Link into sink whenever it differs, until ctx is done; then it returns nil. It is synced once it knows
 // what it is asked for, or after firstLook: what the kernel forwards from an earlier process goes on until then.

@@ -83,13 +83,13 @@ func reasonsOf(s *status.Status) (list []Reason) {
 		say(Wrong, "has not programmed all Services yet")
 	}
 	if s.Failing != nil {
-		say(Wrong, "transactions fail since %s: %s", clock(s.Failing.Since), s.Failing.Error)
+		say(Wrong, "transactions fail since %s: %s", timeOfDay(s.Failing.Since), s.Failing.Error)
 	}
 	if lag := s.Pending.LagSeconds; s.Failing == nil && lag >= status.Late.Seconds() {
 		say(Wrong, "changes wait for %.0f s", lag)
 	}
 	for _, q := range s.Quarantined.Services {
-		say(Wrong, "rejects %s since %s: %s", q.Service, clock(q.Since), q.Error)
+		say(Wrong, "rejects %s since %s: %s", q.Service, timeOfDay(q.Since), q.Error)
 	}
 	if more := s.Quarantined.Count - len(s.Quarantined.Services); more > 0 {
 		say(Wrong, "rejects %s that are not named here", terminal.Plural(more, "Service"))
@@ -103,7 +103,7 @@ func reasonsOf(s *status.Status) (list []Reason) {
 		if !d.Open() {
 			level, state = Watch, "repaired"
 		}
-		say(level, "another program changed the tables at %s (%s): %s", clock(*d.FoundAt), state,
+		say(level, "another program changed the tables at %s (%s): %s", timeOfDay(*d.FoundAt), state,
 			strings.Join(d.Last, "; "))
 	}
 	if s.Ledger != nil && s.Ledger.Missing > 0 {

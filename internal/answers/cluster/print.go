@@ -83,7 +83,7 @@ func driftOf(d *status.Drift, now time.Time) string {
 	return "none"
 }
 
-func clock(t time.Time) string { return t.Local().Format("15:04") }
+func timeOfDay(t time.Time) string { return t.Local().Format("15:04") }
 
 func (r *Report) printDifferences(p *terminal.Printer) {
 	answered := len(r.Nodes) - r.Failed()
@@ -110,7 +110,7 @@ func (r *Report) printDifferences(p *terminal.Printer) {
 		if d.Behind {
 			why = " (behind the others)"
 		}
-		p.Line("  %s, since %s: %s%s", d.Service, clock(d.Since), Named(d.Nodes), why)
+		p.Line("  %s, since %s: %s%s", d.Service, timeOfDay(d.Since), Named(d.Nodes), why)
 	}
 	if more := r.Differ - len(r.Differences); more > 0 {
 		p.Line("  and %s more", terminal.Plural(more, "Service"))

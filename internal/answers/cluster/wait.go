@@ -12,6 +12,7 @@ import (
 	discoveryv1 "k8s.io/api/discovery/v1"
 
 	"github.com/verdict-proxy/verdict/internal/proxy/status"
+	"github.com/verdict-proxy/verdict/internal/system/clock"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 	"github.com/verdict-proxy/verdict/sync/watch"
 )
@@ -88,10 +89,8 @@ func (c *Cluster) Wait(ctx context.Context, service snapshot.Name, every time.Du
 		if len(left) == 0 {
 			return nodes, nil, nil
 		}
-		select {
-		case <-ctx.Done():
+		if clock.Pause(ctx, every); ctx.Err() != nil {
 			return nodes, left, ErrBehind
-		case <-time.After(every):
 		}
 	}
 }

@@ -11,6 +11,7 @@ import (
 	"github.com/verdict-proxy/verdict/internal/proxy/everywhere"
 	"github.com/verdict-proxy/verdict/internal/proxy/status"
 	"github.com/verdict-proxy/verdict/internal/system/clock"
+	"github.com/verdict-proxy/verdict/internal/system/wake"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
@@ -280,10 +281,7 @@ func (b *barrier) enqueue(svc *service, pause time.Duration) {
 		return
 	}
 	b.turns.add(svc)
-	select {
-	case b.work <- struct{}{}:
-	default: // there are as many tokens as there can be waiters
-	}
+	wake.Up(b.work) // there are as many tokens as there can be waiters
 }
 
 // start takes the next Service, reads the API for those that wait for it, and asks the nodes.

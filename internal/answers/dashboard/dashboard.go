@@ -17,6 +17,7 @@ import (
 	"time"
 
 	"github.com/verdict-proxy/verdict/internal/answers/cluster"
+	"github.com/verdict-proxy/verdict/internal/system/clock"
 )
 
 //go:embed page
@@ -174,10 +175,7 @@ func (s *Server) look(ctx context.Context) {
 			panic(err) // a View has nothing that cannot be written
 		}
 		s.show(ctx, text)
-		select {
-		case <-ctx.Done():
-		case <-time.After(s.interval):
-		}
+		clock.Pause(ctx, s.interval)
 	}
 }
 

@@ -2,7 +2,6 @@ package dashboard
 
 import (
 	"context"
-	"encoding/json"
 	"errors"
 	"fmt"
 	"net/http"
@@ -14,6 +13,7 @@ import (
 	"github.com/verdict-proxy/verdict/internal/answers/records"
 	"github.com/verdict-proxy/verdict/internal/answers/servicemap"
 	"github.com/verdict-proxy/verdict/internal/proxy/flows"
+	"github.com/verdict-proxy/verdict/internal/proxy/health"
 )
 
 const (
@@ -58,8 +58,7 @@ func (s *Server) serveMap(w http.ResponseWriter, r *http.Request) {
 		http.Error(w, err.Error(), http.StatusBadRequest)
 		return
 	}
-	w.Header().Set("Content-Type", "application/json")
-	_ = json.NewEncoder(w).Encode(s.mapOf(r.Context(), span)) // whoever asked may have left
+	health.AnswerJSON(w, http.StatusOK, s.mapOf(r.Context(), span))
 }
 
 // mapOf returns the last map of a time, if it is fresh, or asks the nodes for another one.
@@ -104,6 +103,5 @@ func (s *Server) serveFailures(w http.ResponseWriter, r *http.Request) {
 	if out.Error = failures("records", failed); err != nil {
 		out.Error = err.Error()
 	}
-	w.Header().Set("Content-Type", "application/json")
-	_ = json.NewEncoder(w).Encode(out) // whoever asked may have left
+	health.AnswerJSON(w, http.StatusOK, out)
 }

@@ -3,7 +3,6 @@ package dashboard
 import (
 	"cmp"
 	"context"
-	"encoding/json"
 	"fmt"
 	"maps"
 	"net/http"
@@ -13,6 +12,7 @@ import (
 	"time"
 
 	"github.com/verdict-proxy/verdict/internal/answers/cluster"
+	"github.com/verdict-proxy/verdict/internal/proxy/health"
 	"github.com/verdict-proxy/verdict/internal/proxy/status"
 )
 
@@ -257,8 +257,7 @@ func (s *Server) serveService(w http.ResponseWriter, r *http.Request) {
 		p := &top.Ports[i]
 		p.Endpoints = p.Endpoints[:min(len(p.Endpoints), maxEndpoints)]
 	}
-	w.Header().Set("Content-Type", "application/json")
-	_ = json.NewEncoder(w).Encode(top.Ports) // whoever asked may have left
+	health.AnswerJSON(w, http.StatusOK, top.Ports)
 }
 
 // serveExplain says what happens to packets from a pod to a Service, as text: pod=[NAMESPACE/]NAME,

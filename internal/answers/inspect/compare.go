@@ -9,6 +9,7 @@ import (
 
 	"github.com/verdict-proxy/verdict/internal/proxy/preflight"
 	"github.com/verdict-proxy/verdict/internal/proxy/status"
+	"github.com/verdict-proxy/verdict/internal/system/clock"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 	"github.com/verdict-proxy/verdict/sync/reconcile"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
@@ -49,10 +50,8 @@ const (
 func Compare(ctx context.Context, i reconcile.Inspector, o *ObjectFlags) (*Comparison, error) {
 	c, err := compareOnce(ctx, i, o, true)
 	for look := 1; err == nil && !c.Same && (look == 1 || !c.Quiet) && look < maxLooks; look++ {
-		select {
-		case <-ctx.Done():
+		if clock.Pause(ctx, settleTime); ctx.Err() != nil {
 			return nil, ctx.Err()
-		case <-time.After(settleTime):
 		}
 		before := c
 		if c, err = compareOnce(ctx, i, o, false); err == nil {

@@ -148,15 +148,15 @@ func (f *fakeCounters) services(n int) {
 	f.revision++
 }
 
-// clock is a time that a test moves.
-type clock struct{ time.Time }
+// fakeClock is a time that a test moves.
+type fakeClock struct{ time.Time }
 
-func (c *clock) now() time.Time { return c.Time }
+func (c *fakeClock) now() time.Time { return c.Time }
 
-func newFakeSampler(services int) (*fakeCounters, *Sampler, *clock) {
+func newFakeSampler(services int) (*fakeCounters, *Sampler, *fakeClock) {
 	f := &fakeCounters{}
 	f.services(services)
-	c := &clock{time.Date(2026, 1, 1, 0, 0, 0, 0, time.UTC)}
+	c := &fakeClock{time.Date(2026, 1, 1, 0, 0, 0, 0, time.UTC)}
 	s := NewSampler(f)
 	s.now = c.now
 	return f, s, c

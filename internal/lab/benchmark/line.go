@@ -12,6 +12,7 @@ import (
 	"time"
 
 	"github.com/verdict-proxy/verdict/internal/lab"
+	"github.com/verdict-proxy/verdict/internal/system/clock"
 	"github.com/verdict-proxy/verdict/nft/kernel"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
@@ -196,10 +197,8 @@ func settle(ctx context.Context) error {
 func settledKernelMemory(ctx context.Context) (int64, error) {
 	last, err := kernelMemory()
 	for calm, n := 0, 0; err == nil && calm < settleCalm && n < settleMost; n++ {
-		select {
-		case <-ctx.Done():
+		if clock.Pause(ctx, settleStep); ctx.Err() != nil {
 			return 0, ctx.Err()
-		case <-time.After(settleStep):
 		}
 		var now int64
 		now, err = kernelMemory()

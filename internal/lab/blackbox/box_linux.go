@@ -18,6 +18,7 @@ import (
 	"time"
 
 	"github.com/verdict-proxy/verdict/internal/lab"
+	"github.com/verdict-proxy/verdict/internal/system/wake"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
@@ -208,10 +209,7 @@ func (b *Box) ask(f Failure) *evidence {
 	}
 	e := newEvidence(f)
 	b.asked = append(b.asked, e)
-	select {
-	case b.wake <- struct{}{}:
-	default:
-	}
+	wake.Up(b.wake)
 	return e
 }
 

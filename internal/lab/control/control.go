@@ -17,6 +17,7 @@ import (
 	"k8s.io/client-go/rest"
 
 	"github.com/verdict-proxy/verdict/internal/lab"
+	"github.com/verdict-proxy/verdict/internal/system/clock"
 )
 
 // Plane is a control plane.
@@ -215,10 +216,7 @@ func (p *Plane) ready(ctx context.Context) error {
 		if last == nil {
 			return nil
 		}
-		select {
-		case <-ctx.Done():
-		case <-time.After(50 * time.Millisecond):
-		}
+		clock.Pause(ctx, 50 * time.Millisecond)
 	}
 	return fmt.Errorf("kube-apiserver is not ready: %w: %s", last, p.server.Tail())
 }

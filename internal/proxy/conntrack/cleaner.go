@@ -59,8 +59,6 @@ type Cleaner struct {
 	tcp *Releaser
 	// asKubeProxy leaves the flows alone that kube-proxy leaves alone.
 	asKubeProxy bool
-	// inSync says that programmed matches the kernel: the last transaction succeeded. Otherwise nothing is deleted.
-	inSync bool
 	// unfinished says that what is to be followed by a check of every frontend was written in part.
 	unfinished bool
 	// pending holds the frontends to check, and all is a check of every frontend. all.left is 0 if there is none.
@@ -107,18 +105,7 @@ func (c *Cleaner) SetAsKubeProxy(on bool) {
 
 // Listener returns what the loop must call. Writing waits while the Cleaner deletes a few flows, which takes less than
 // a millisecond. It never waits while the Cleaner lists them.
-func (c *Cleaner) Listener() reconcile.Listener {
-	return reconcile.Listener{
-		Writing:   c.mu.close,
-		Committed: c.committed,
-		Failed: func(reconcile.Failure) {
-			c.mu.Lock()
-			defer c.mu.Unlock()
-			c.inSync = false
-			c.mu.open()
-		},
-	}
-}
+func (c *Cleaner) Listener() reconcile.Listener { return c.mu.listener(c.committed) }
 
 // committed records a transaction that the kernel accepted. The flows of all frontends are checked after the first
 // state, after a failed transaction, and after one that wrote everything or repaired something: nobody knows what was
@@ -139,7 +126,7 @@ func (c *Cleaner) committed(commit reconcile.Commit) {
 			c.pending[k] = now
 		}
 	}
-	c.inSync = true
+	c.mu.inSync = true
 	c.walker.wakeUp()
 }
 
@@ -148,7 +135,7 @@ func (c *Cleaner) committed(commit reconcile.Commit) {
 // take long.
 func (c *Cleaner) checkAll(commit reconcile.Commit, now pendingSweep) bool {
 	began := c.unfinished
-	if !began && !commit.Full && !commit.First && !commit.Repaired && c.inSync {
+	if !began && !commit.Full && !commit.First && !commit.Repaired && c.mu.inSync {
 		return false
 	}
 	c.unfinished = len(commit.Left) > 0
@@ -165,7 +152,7 @@ func (c *Cleaner) checkAll(commit reconcile.Commit, now pendingSweep) bool {
 func (c *Cleaner) next(rested, _ time.Time) (due time.Time, any bool) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	if !c.inSync {
+	if !c.mu.inSync {
 		return due, false
 	}
 	if c.all.left > 0 {
@@ -281,7 +268,7 @@ func (s *sweep) see(ctx context.Context, p *pace, flows []flow) error {
 		return err
 	}
 	defer s.mu.Unlock()
-	if !s.inSync {
+	if !s.mu.inSync {
 		return errNotInSync
 	}
 	if s.tcp != nil { // the loop closes in the same order, and then opens both: the Releaser's is about to open

@@ -6,6 +6,7 @@ import (
 	"time"
 
 	"github.com/verdict-proxy/verdict/internal/system/clock"
+	"github.com/verdict-proxy/verdict/sync/reconcile"
 )
 
 // Work is done for workAtOnce, then there is a pause as long. When all of it is done, there is a pause restFactor times
@@ -54,6 +55,23 @@ type gate struct {
 	sync.Mutex
 	// closed ends with the transaction that is under way; nil if there is none.
 	closed chan struct{}
+	// inSync says that the last transaction succeeded. Otherwise nobody knows what the kernel holds, and nothing is
+	// deleted.
+	inSync bool
+}
+
+// listener returns what the loop must call: transactions close the gate, and committed opens it, with the gate locked.
+func (g *gate) listener(committed func(reconcile.Commit)) reconcile.Listener {
+	return reconcile.Listener{
+		Writing:   g.close,
+		Committed: committed,
+		Failed: func(reconcile.Failure) {
+			g.Lock()
+			defer g.Unlock()
+			g.inSync = false
+			g.open()
+		},
+	}
 }
 
 // close waits for those who work now, and keeps out others until open.

@@ -73,7 +73,7 @@ func (r *Releaser) nextMoves(rested, _ time.Time) (due time.Time, any bool) {
 			due, any = m.due, true
 		}
 	}
-	return clock.Later(due, rested), any && r.inSync
+	return clock.Later(due, rested), any && r.mu.inSync
 }
 
 // rebalanceLook is one look at the flows of ports that are rebalanced.

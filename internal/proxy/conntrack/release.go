@@ -74,10 +74,8 @@ type Releaser struct {
 	walker *Walker
 	o      ReleaserOptions
 
-	// mu protects what follows, as in a Cleaner. inSync says that the last transaction succeeded. Otherwise nothing is
-	// judged.
+	// mu protects what follows, as in a Cleaner.
 	mu         gate
-	inSync     bool
 	programmed frontends
 	// kept holds the other TCP frontends in force, whose connections are not released.
 	kept frontends
@@ -184,18 +182,7 @@ func NewReleaser(w *Walker, o ReleaserOptions) *Releaser {
 
 // Listener returns what the loop must call. Writing waits while the Releaser deletes a few flows, which takes less than
 // a millisecond. It never waits for a list or a probe.
-func (r *Releaser) Listener() reconcile.Listener {
-	return reconcile.Listener{
-		Writing:   r.mu.close,
-		Committed: r.committed,
-		Failed: func(reconcile.Failure) {
-			r.mu.Lock()
-			defer r.mu.Unlock()
-			r.inSync = false
-			r.mu.open()
-		},
-	}
-}
+func (r *Releaser) Listener() reconcile.Listener { return r.mu.listener(r.committed) }
 
 // committed records a transaction that the kernel accepted.
 func (r *Releaser) committed(c reconcile.Commit) {
@@ -226,7 +213,7 @@ func (r *Releaser) committed(c reconcile.Commit) {
 	if c.First {
 		r.discover = now.Add(settleTime)
 	}
-	r.inSync = true
+	r.mu.inSync = true
 	r.walker.wakeUp()
 }
 
@@ -331,7 +318,7 @@ func (r *Releaser) add(k goneKey, t time.Time) {
 func (r *Releaser) next(rested, early time.Time) (due time.Time, any bool) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	if !r.inSync {
+	if !r.mu.inSync {
 		return due, false
 	}
 	due, any = clock.Later(r.discover, rested), !r.discover.IsZero()

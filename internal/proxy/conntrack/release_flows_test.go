@@ -386,7 +386,7 @@ func BenchmarkRelease(b *testing.B) {
 			var worked time.Duration
 			for b.Loop() {
 				r := newReleaser(conn, ReleaserOptions{})
-				r.inSync = true
+				r.mu.inSync = true
 				r.programmed.replaceTCP(nil, []*dataplane.Service{web(webKey)}, released)
 				for i := range n {
 					r.add(goneKey{r.programmed[key(webKey)].Name, endpoint(i)}, time.Now())

@@ -42,7 +42,7 @@ func (l *releases) remove(ctx context.Context, p *pace, flows []flow,
 		return err
 	}
 	defer l.mu.Unlock()
-	if !l.inSync {
+	if !l.mu.inSync {
 		return errNotInSync
 	}
 	doomed := map[releasedKey]int{}

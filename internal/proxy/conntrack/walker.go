@@ -7,6 +7,7 @@ import (
 	"time"
 
 	"github.com/verdict-proxy/verdict/internal/system/clock"
+	"github.com/verdict-proxy/verdict/internal/system/wake"
 )
 
 // Walker lists the kernel's table for all who need its flows, so that one walk of the kernel serves those who need them
@@ -94,12 +95,7 @@ func (w *Walker) all() []*user {
 }
 
 // wakeUp has Run ask the users anew when a look is due.
-func (w *Walker) wakeUp() {
-	select {
-	case w.wake <- struct{}{}:
-	default:
-	}
-}
+func (w *Walker) wakeUp() { wake.Up(w.wake) }
 
 // Run lists flows whenever a user wants it, until the context ends, and then returns nil.
 func (w *Walker) Run(ctx context.Context) error {

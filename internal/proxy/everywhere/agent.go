@@ -17,6 +17,7 @@ import (
 	"time"
 
 	"github.com/verdict-proxy/verdict/internal/proxy/status"
+	"github.com/verdict-proxy/verdict/internal/system/wake"
 	"github.com/verdict-proxy/verdict/sync/reconcile"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
@@ -121,20 +122,12 @@ func New(o Options) *Agent {
 		stats: Stats{Answers: map[string]uint64{}}}
 }
 
-// notify signals a channel that holds one signal.
-func notify(c chan struct{}) {
-	select {
-	case c <- struct{}{}:
-	default:
-	}
-}
-
 // Listener connects the Agent to a loop.
 func (a *Agent) Listener() reconcile.Listener { return reconcile.Listener{InSync: a.inSync} }
 
 // inSync learns which pods of this node may ask, and has the goals looked at.
 func (a *Agent) inSync(s reconcile.InSync) {
-	notify(a.check)
+	wake.Up(a.check)
 	a.mu.Lock()
 	defer a.mu.Unlock()
 	for _, n := range s.Change.Services {
@@ -355,7 +348,7 @@ func (a *Agent) read(s *session) error {
 			if full {
 				return errors.New("it asks too much")
 			}
-			notify(a.check)
+			wake.Up(a.check)
 		case m.Drop != 0:
 			s.mu.Lock()
 			delete(s.asked, m.Drop)

@@ -2,7 +2,6 @@ package everywhere
 
 import (
 	"context"
-	"encoding/json"
 	"fmt"
 	"net/http"
 	"net/netip"
@@ -12,6 +11,7 @@ import (
 
 	"github.com/verdict-proxy/verdict/internal/proxy/health"
 	"github.com/verdict-proxy/verdict/internal/proxy/status"
+	"github.com/verdict-proxy/verdict/internal/system/wake"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
@@ -111,10 +111,7 @@ func refuse(w http.ResponseWriter, r *http.Request, code int, text string) {
 
 func write(w http.ResponseWriter, r *http.Request, code int, body response) {
 	hangUp(r, code)
-	w.Header().Set("Content-Type", "application/json")
-	w.Header().Set("X-Content-Type-Options", "nosniff")
-	w.WriteHeader(code)
-	_ = json.NewEncoder(w).Encode(body) // whoever asked may have left
+	health.AnswerJSON(w, code, body)
 }
 
 func parseQuery(r *http.Request) (n snapshot.Name, timeout time.Duration, err error) {
@@ -215,7 +212,7 @@ func (a *Agent) begin(w *waiting, first *Wait) *session {
 	w.wait = *first
 	a.waits[first.ID] = w
 	if a.session == nil {
-		notify(a.wake)
+		wake.Up(a.wake)
 	}
 	return a.session
 }

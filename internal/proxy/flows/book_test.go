@@ -20,12 +20,12 @@ import (
 	"github.com/verdict-proxy/verdict/internal/system/testkit"
 )
 
-// clock is a book's clock.
-type clock struct{ at time.Time }
+// fakeClock is a book's clock.
+type fakeClock struct{ at time.Time }
 
-func (c *clock) now() time.Time { return c.at }
+func (c *fakeClock) now() time.Time { return c.at }
 
-func newClock() *clock { return &clock{time.Date(2030, 1, 2, 3, 4, 5, 0, time.UTC)} }
+func newClock() *fakeClock { return &fakeClock{time.Date(2030, 1, 2, 3, 4, 5, 0, time.UTC)} }
 
 // fromPod is a record of a connection of a workload to a Service.
 func fromPod(client, service string, n uint64) Record {

@@ -15,6 +15,8 @@ import (
 	resource "go.opentelemetry.io/proto/otlp/resource/v1"
 	"google.golang.org/protobuf/encoding/protowire"
 	"google.golang.org/protobuf/proto"
+
+	"github.com/verdict-proxy/verdict/internal/system/clock"
 )
 
 // collectorPatience is how long the collector may take for a batch. It is asked collectorTries times, after pauses of
@@ -76,10 +78,8 @@ func (c *collector) write(ctx context.Context, batch []Record) (lost int, err er
 		if !again || try == collectorTries {
 			return len(batch), err
 		}
-		select {
-		case <-ctx.Done():
+		if clock.Pause(ctx, pause); ctx.Err() != nil {
 			return len(batch), err
-		case <-time.After(pause):
 		}
 		pause *= 2
 	}

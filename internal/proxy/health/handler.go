@@ -60,6 +60,12 @@ func (p *Proxy) Handler(answered func(probe Probe, code int)) http.Handler {
 	return mux
 }
 
+// AnswerJSON answers a request with a value as a line of JSON.
+func AnswerJSON(w http.ResponseWriter, code int, v any) {
+	text, _ := json.Marshal(v) // of types that are made for it, it cannot fail
+	writeJSON(w, code, append(text, '\n'))
+}
+
 func writeJSON(w http.ResponseWriter, code int, body []byte) {
 	w.Header().Set("Content-Type", "application/json")
 	w.Header().Set("X-Content-Type-Options", "nosniff")

@@ -15,6 +15,7 @@ import (
 	"time"
 
 	"github.com/verdict-proxy/verdict/internal/system/ipfamily"
+	"github.com/verdict-proxy/verdict/internal/system/wake"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 	"github.com/verdict-proxy/verdict/sync/reconcile"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
@@ -139,10 +140,7 @@ func (n *NodePorts) init() {
 // markDirty makes Run look at a check.
 func (n *NodePorts) markDirty(c *check) {
 	n.dirty[c] = struct{}{}
-	select {
-	case n.wake <- struct{}{}:
-	default:
-	}
+	wake.Up(n.wake)
 }
 
 // update updates one Service.

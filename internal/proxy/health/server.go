@@ -9,6 +9,8 @@ import (
 	"net/http"
 	"syscall"
 	"time"
+
+	"github.com/verdict-proxy/verdict/internal/system/clock"
 )
 
 // Server answers HTTP requests at an address. An address that cannot be listened at yet, such as that of a proxy which
@@ -104,10 +106,8 @@ func (s *Server) Run(ctx context.Context) error {
 			s.Log.Error("failed to listen; retrying", args...)
 			s.failed(err)
 		}
-		select {
-		case <-ctx.Done():
+		if clock.Pause(ctx, wait); ctx.Err() != nil {
 			return nil
-		case <-time.After(wait):
 		}
 	}
 }

@@ -7,6 +7,7 @@ import (
 	"time"
 
 	"github.com/verdict-proxy/verdict/internal/proxy/takeover"
+	"github.com/verdict-proxy/verdict/internal/system/clock"
 	"github.com/verdict-proxy/verdict/sync/reconcile"
 )
 
@@ -63,10 +64,8 @@ func (c *kubeProxyCleaner) run(ctx context.Context) {
 // retry removes what another backend wrote, until that succeeds.
 func (c *kubeProxyCleaner) retry(ctx context.Context) {
 	for {
-		select {
-		case <-ctx.Done():
+		if clock.Pause(ctx, removeRetry); ctx.Err() != nil {
 			return
-		case <-time.After(removeRetry):
 		}
 		if c.removeOthers(ctx) == nil {
 			return

@@ -9,6 +9,7 @@ import (
 
 	"github.com/verdict-proxy/verdict/internal/proxy/config"
 	"github.com/verdict-proxy/verdict/internal/proxy/status"
+	"github.com/verdict-proxy/verdict/internal/system/wake"
 	"github.com/verdict-proxy/verdict/sync/reconcile"
 	"github.com/verdict-proxy/verdict/sync/watch"
 )
@@ -61,7 +62,7 @@ func (p *publisher) listener() reconcile.Listener {
 	return reconcile.Listener{InSync: func(reconcile.InSync) {
 		if first {
 			first = false
-			notify(p.wake)
+			wake.Up(p.wake)
 		}
 	}}
 }
@@ -70,14 +71,7 @@ func (p *publisher) listener() reconcile.Listener {
 // and no condition. It may be called on nil.
 func (p *publisher) nodeSeen() {
 	if p != nil {
-		notify(p.seen)
-	}
-}
-
-func notify(to chan struct{}) {
-	select {
-	case to <- struct{}{}:
-	default:
+		wake.Up(p.seen)
 	}
 }
 

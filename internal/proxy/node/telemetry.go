@@ -220,7 +220,7 @@ func (t *telemetry) makeServers(mode string, loop *reconcile.Loop) []*health.Ser
 		checks.HandleFunc("GET /everywhere", everywhere.Off)
 	}
 	checks.Handle("GET /slow-starts", health.OnlyHost(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
-		outlier.WriteReport(w, reportSlowStarts(loop.Starting()))
+		health.AnswerJSON(w, http.StatusOK, reportSlowStarts(loop.Starting()))
 	})))
 	pages := metrics.Pages{Mode: mode, Config: v.configz, Profiling: v.profiling}
 	if t.book != nil {

@@ -11,6 +11,7 @@ import (
 
 	"github.com/verdict-proxy/verdict/internal/proxy/config"
 	"github.com/verdict-proxy/verdict/internal/system/sysctl"
+	"github.com/verdict-proxy/verdict/internal/system/wake"
 	"github.com/verdict-proxy/verdict/sync/watch"
 )
 
@@ -115,10 +116,7 @@ func (w *configWatcher) run(ctx context.Context, listener configListener) {
 	if w.flags.Config != "" {
 		watching.Go(func() {
 			watch.Changes(ctx, w.flags.Config, func() {
-				select {
-				case changed <- struct{}{}:
-				default: // it is read anyway
-				}
+				wake.Up(changed) // it is read anyway
 			}, reporter(w.log.Logger))
 		})
 	}

@@ -16,6 +16,7 @@ import (
 
 	"github.com/verdict-proxy/verdict/internal/proxy/conntrack"
 	"github.com/verdict-proxy/verdict/internal/system/clock"
+	"github.com/verdict-proxy/verdict/internal/system/wake"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 	"github.com/verdict-proxy/verdict/sync/reconcile"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
@@ -140,10 +141,7 @@ func (d *Detector) committed(c reconcile.Commit) {
 		}
 	}
 	d.inboxMu.Unlock()
-	select {
-	case d.wake <- struct{}{}:
-	default:
-	}
+	wake.Up(d.wake)
 }
 
 // Evidence is read every readEvery, or less often if that is much work: about a fiftieth of a processor's time, but not

@@ -1,12 +1,12 @@
 package outlier
 
 import (
-	"encoding/json"
 	"maps"
 	"net/http"
 	"slices"
 	"time"
 
+	"github.com/verdict-proxy/verdict/internal/proxy/health"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
@@ -101,11 +101,6 @@ func (d *Detector) Report() Report {
 
 // ServeHTTP answers with the Report as JSON. The caller must see to it that only processes of this host may ask
 // (health.OnlyHost).
-func (d *Detector) ServeHTTP(w http.ResponseWriter, _ *http.Request) { WriteReport(w, d.Report()) }
-
-// WriteReport answers a request with a report as JSON.
-func WriteReport(w http.ResponseWriter, report any) {
-	w.Header().Set("Content-Type", "application/json")
-	w.Header().Set("X-Content-Type-Options", "nosniff")
-	_ = json.NewEncoder(w).Encode(report) // whoever asked may have left
+func (d *Detector) ServeHTTP(w http.ResponseWriter, _ *http.Request) {
+	health.AnswerJSON(w, http.StatusOK, d.Report())
 }

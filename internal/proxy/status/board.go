@@ -1,7 +1,6 @@
 package status
 
 import (
-	"encoding/json"
 	"maps"
 	"net/http"
 	"net/netip"
@@ -10,6 +9,7 @@ import (
 	"strings"
 	"sync"
 
+	"github.com/verdict-proxy/verdict/internal/proxy/health"
 	"github.com/verdict-proxy/verdict/internal/system/clip"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 	"github.com/verdict-proxy/verdict/sync/reconcile"
@@ -174,9 +174,7 @@ func (b *Board) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		http.Error(w, err.Error(), http.StatusBadRequest)
 		return
 	}
-	w.Header().Set("Content-Type", "application/json")
-	w.Header().Set("X-Content-Type-Options", "nosniff")
-	_ = json.NewEncoder(w).Encode(s) // whoever asked may have left
+	health.AnswerJSON(w, http.StatusOK, s)
 }
 
 // boardView is what a Board knows at one moment.

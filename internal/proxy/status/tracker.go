@@ -2,7 +2,6 @@ package status
 
 import (
 	"cmp"
-	"encoding/json"
 	"fmt"
 	"maps"
 	"net/http"
@@ -12,6 +11,7 @@ import (
 	"sync"
 	"time"
 
+	"github.com/verdict-proxy/verdict/internal/proxy/health"
 	"github.com/verdict-proxy/verdict/internal/system/clip"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 	"github.com/verdict-proxy/verdict/sync/reconcile"
@@ -391,7 +391,5 @@ func (t *Tracker) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		http.Error(w, err.Error(), http.StatusBadRequest)
 		return
 	}
-	w.Header().Set("Content-Type", "application/json")
-	w.Header().Set("X-Content-Type-Options", "nosniff")
-	_ = json.NewEncoder(w).Encode(s) // whoever asked may have left
+	health.AnswerJSON(w, http.StatusOK, s)
 }

@@ -7,6 +7,8 @@ import (
 	"runtime/debug"
 	"strings"
 	"time"
+
+	"github.com/verdict-proxy/verdict/internal/system/clock"
 )
 
 // Mode says what happens to a kube-proxy's rules.
@@ -82,10 +84,8 @@ func (r *Runner) Run(ctx context.Context, ready <-chan struct{}) {
 	for after := r.check(ctx); after > 0; after = r.check(ctx) {
 		// of large tables of iptables a look leaves hundreds of MB, which the runtime would keep for minutes
 		debug.FreeOSMemory()
-		select {
-		case <-ctx.Done():
+		if clock.Pause(ctx, after); ctx.Err() != nil {
 			return
-		case <-time.After(after):
 		}
 	}
 }

@@ -5,6 +5,8 @@ import (
 	"io"
 	"sync"
 	"time"
+
+	"github.com/verdict-proxy/verdict/internal/system/wake"
 )
 
 const (
@@ -52,12 +54,7 @@ func (l *Lossy) Write(lines []byte) (int, error) {
 }
 
 // notify wakes run; the lock is held.
-func (l *Lossy) notify() {
-	select {
-	case l.wake <- struct{}{}:
-	default:
-	}
-}
+func (l *Lossy) notify() { wake.Up(l.wake) }
 
 // Close writes what is left, if that takes no longer than lossyPatience.
 func (l *Lossy) Close() {

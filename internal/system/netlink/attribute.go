@@ -12,59 +12,24 @@ import (
 type Value []byte
 
 // Uint8 returns the first byte.
-func (v Value) Uint8() uint8 {
-	if len(v) < 1 {
-		return 0
-	}
-	return v[0]
-}
+func (v Value) Uint8() uint8 { return v.number(1)[0] }
 
-// Native16 returns the number that the value begins with, in this machine's order.
-func (v Value) Native16() uint16 {
-	if len(v) < 2 {
-		return 0
-	}
-	return binary.NativeEndian.Uint16(v)
-}
+// Native16, Native32 and Native64 return the number that the value begins with, in this machine's order.
+func (v Value) Native16() uint16 { return binary.NativeEndian.Uint16(v.number(2)) }
+func (v Value) Native32() uint32 { return binary.NativeEndian.Uint32(v.number(4)) }
+func (v Value) Native64() uint64 { return binary.NativeEndian.Uint64(v.number(8)) }
 
-// Native32 returns the number that the value begins with, in this machine's order.
-func (v Value) Native32() uint32 {
-	if len(v) < 4 {
-		return 0
-	}
-	return binary.NativeEndian.Uint32(v)
-}
+// Big16, Big32 and Big64 return the number that the value begins with, in network order.
+func (v Value) Big16() uint16 { return binary.BigEndian.Uint16(v.number(2)) }
+func (v Value) Big32() uint32 { return binary.BigEndian.Uint32(v.number(4)) }
+func (v Value) Big64() uint64 { return binary.BigEndian.Uint64(v.number(8)) }
 
-// Native64 returns the number that the value begins with, in this machine's order.
-func (v Value) Native64() uint64 {
-	if len(v) < 8 {
-		return 0
+// number returns the value, or a 0 of n bytes if it is shorter.
+func (v Value) number(n int) []byte {
+	if len(v) < n {
+		return make([]byte, n)
 	}
-	return binary.NativeEndian.Uint64(v)
-}
-
-// Big16 returns the number that the value begins with, in network order.
-func (v Value) Big16() uint16 {
-	if len(v) < 2 {
-		return 0
-	}
-	return binary.BigEndian.Uint16(v)
-}
-
-// Big32 returns the number that the value begins with, in network order.
-func (v Value) Big32() uint32 {
-	if len(v) < 4 {
-		return 0
-	}
-	return binary.BigEndian.Uint32(v)
-}
-
-// Big64 returns the number that the value begins with, in network order.
-func (v Value) Big64() uint64 {
-	if len(v) < 8 {
-		return 0
-	}
-	return binary.BigEndian.Uint64(v)
+	return v
 }
 
 // Text returns the string up to the first zero.

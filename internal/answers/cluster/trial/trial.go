@@ -18,6 +18,7 @@ import (
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 
 	"github.com/verdict-proxy/verdict/internal/answers/cluster"
+	"github.com/verdict-proxy/verdict/internal/system/clock"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
@@ -250,10 +251,8 @@ func poll(ctx context.Context, ask func() (done bool, err error)) error {
 		if done || err != nil {
 			return err
 		}
-		select {
-		case <-ctx.Done():
+		if clock.Pause(ctx, pollEvery); ctx.Err() != nil {
 			return ctx.Err()
-		case <-time.After(pollEvery):
 		}
 	}
 }
