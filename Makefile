@@ -57,16 +57,16 @@ lint: ## run gofmt, go vet and staticcheck, and compile for arm64
 	for module in conformance deploy/test deploy/release; do (cd $$module && $(GO) vet -tags peers ./... && $$check -tags peers ./...) || exit; done
 	CGO_ENABLED=0 GOARCH=arm64 $(GO) build -o /dev/null ./cmd/verdict
 
-# No goroutine of the product's is at work in these packages' tests, except in those of RACED. The race detector has
-# nothing to find there, and takes minutes.
+# These packages start no goroutine. The race detector takes minutes there, and has nothing to find that the tests of
+# those who call them do not show it. In RACED, the whole line runs, and is asked for its counters meanwhile.
 SEQUENTIAL = ./internal/answers/plan ./internal/arch ./internal/proxy/takeover ./internal/system/packets ./nft ./nft/iptshim \
 	./nft/kernel ./sync/dataplane
 RACED = ^TestSimulation$$
 
-# Likewise in these tests of other packages, of packets, of a million clients, and of 200 nodes with a clock of their
-# own: each package has smaller ones that call the same code from several goroutines.
-UNRACED = ^Test(Explain(Live|Ping|Hairpin|Unreachable|Disagrees)|MillionClients|NewsAfterAnOutage)$$
-UNRACED_IN = ./internal/answers/inspect ./internal/proxy/flows ./sync/watch
+# Likewise in these tests of other packages, of packets, of rules, of a million clients, and of 200 nodes with a clock of
+# their own: each package has smaller ones that call the same code from several goroutines.
+UNRACED = ^Test(Explain(Live|Ping|Hairpin|Unreachable|Disagrees)|Preflight|GoldensLoad|MillionClients|NewsAfterAnOutage)$$
+UNRACED_IN = ./cmd/verdict ./internal/answers/inspect ./internal/proxy/flows ./sync/watch
 
 # lint has vetted the packages.
 TEST = $(GO) test -vet=off -timeout 30m
@@ -79,7 +79,7 @@ race: ## run all tests, with the race detector where there is concurrency
 # the tests wait for a verdict to end.
 raced: export GORACE = atexit_sleep_ms=50
 raced:
-	$(TEST) -race -skip '$(UNRACED)' $$($(GO) list ./... | grep -vxF "$$($(GO) list $(SEQUENTIAL))")
+	$(TEST) -race -p 3 -skip '$(UNRACED)' $$($(GO) list ./... | grep -vxF "$$($(GO) list $(SEQUENTIAL))")
 	$(TEST) -race -run '$(RACED)' ./nft/kernel
 	cd conformance && $(TEST) -race ./...
 
