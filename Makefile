@@ -63,10 +63,11 @@ SEQUENTIAL = ./internal/answers/plan ./internal/arch ./internal/proxy/takeover .
 	./nft/kernel ./sync/dataplane
 RACED = ^TestSimulation$$
 
-# Likewise in these tests of other packages, of packets, of rules, of a million clients, and of 200 nodes with a clock of
-# their own: each package has smaller ones that call the same code from several goroutines.
-UNRACED = ^Test(Explain(Live|Ping|Hairpin|Unreachable|Disagrees)|Preflight|GoldensLoad|MillionClients|NewsAfterAnOutage)$$
-UNRACED_IN = ./cmd/verdict ./internal/answers/inspect ./internal/proxy/flows ./sync/watch
+# Likewise in these tests of other packages, of packets, of rules, of a million clients, of random ledgers, and of 200
+# nodes with a clock of their own: each package has smaller ones that call the same code from several goroutines.
+UNRACED = ^Test(Explain(Live|Ping|Hairpin|Unreachable|Disagrees)|Preflight|GoldensLoad|MillionClients|LedgerNeverLies|NewsAfterAnOutage)$$
+UNRACED_IN = ./cmd/verdict ./internal/answers/inspect ./internal/proxy/flows ./internal/proxy/metrics \
+	./sync/watch
 
 # lint has vetted the packages.
 TEST = $(GO) test -vet=off -timeout 30m
@@ -83,6 +84,8 @@ raced:
 	$(TEST) -race -run '$(RACED)' ./nft/kernel
 	cd conformance && $(TEST) -race ./...
 
+# Much of it computes and allocates. It takes a quarter less of the processors with a collector that comes less often.
+unraced: export GOGC = 400
 unraced:
 	$(TEST) $(SEQUENTIAL)
 	$(TEST) -run '$(UNRACED)' $(UNRACED_IN)
