@@ -62,6 +62,7 @@ var metalLBFRR = Neighbor{
 		{peer: "frr", image: "frrouting/frr", beside: "frr/lib64", at: "/lib64"},
 		{peer: "frr", image: "frrouting/frr", beside: "frr/etc/passwd", at: "/etc/passwd"},
 		{peer: "frr", image: "frrouting/frr", beside: "frr/etc/group", at: "/etc/group"},
+		{peer: "frr", image: "frrouting/frr", beside: "frr/etc/pam.d", at: "/etc/pam.d"},
 	}),
 	settings: slices.Concat(numbersOfSystems, []string{"/sbin/tini -- /usr/lib/frr/docker-start &",
 		`/usr/bin/tini -- bash -c '. /usr/lib/frr/frrcommon.sh; exec /usr/lib/frr/watchfrr $(daemon_list)' &`}),
