@@ -216,7 +216,7 @@ func (p *Plane) ready(ctx context.Context) error {
 		if last == nil {
 			return nil
 		}
-		clock.Pause(ctx, 50 * time.Millisecond)
+		clock.Pause(ctx, 50*time.Millisecond)
 	}
 	return fmt.Errorf("kube-apiserver is not ready: %w: %s", last, p.server.Tail())
 }
