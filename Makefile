@@ -57,23 +57,37 @@ lint: ## run gofmt, go vet and staticcheck, and compile for arm64
 	for module in conformance deploy/test deploy/release; do (cd $$module && $(GO) vet -tags peers ./... && $$check -tags peers ./...) || exit; done
 	CGO_ENABLED=0 GOARCH=arm64 $(GO) build -o /dev/null ./cmd/verdict
 
-# These packages start no goroutine and share nothing: the race detector has nothing to find there, and takes minutes.
-SEQUENTIAL = ./internal/answers/plan ./internal/arch ./internal/system/packets ./nft ./nft/iptshim
+# No goroutine of the product's is at work in these packages' tests, except in those of RACED. The race detector has
+# nothing to find there, and takes minutes.
+SEQUENTIAL = ./internal/answers/plan ./internal/arch ./internal/proxy/takeover ./internal/system/packets ./nft ./nft/iptshim \
+	./nft/kernel ./sync/dataplane
+RACED = ^TestSimulation$$
 
-# In these tests one goroutine calls the product, and what races there are the kernel and its packets. The race detector
-# would find nothing there, and slows them down.
-UNRACED = ^Test(ChangesLoseNobody|SharesChangeUnderLoad|TraceAgreesWithExplain|ReplayInMemory)$$
+# Likewise in these tests of other packages: one goroutine calls the product, and what races there are the kernel and
+# its packets.
+UNRACED = ^TestExplain(Live|Ping|Hairpin|Unreachable|Disagrees)$$
+UNRACED_IN = ./internal/answers/inspect
+
+# lint has vetted the packages.
+TEST = $(GO) test -vet=off -timeout 30m
+
+# The halves run side by side, since tests of packets wait more than they compute.
+race: ## run all tests, with the race detector where there is concurrency
+	@$(MAKE) --no-print-directory -j2 raced unraced
 
 # A program with the race detector sleeps a second when it ends, to see what other goroutines do then. Some hundred times
 # the tests wait for a verdict to end.
-race: export GORACE = atexit_sleep_ms=50
-race: ## run all tests, with the race detector where there is concurrency
-	$(GO) test -timeout 30m $(SEQUENTIAL)
-	$(GO) test -timeout 30m -run '$(UNRACED)' ./nft/kernel
-	$(GO) test -race -timeout 30m -skip '$(UNRACED)' $$($(GO) list ./... | grep -vxF "$$($(GO) list $(SEQUENTIAL))")
-	cd conformance && $(GO) test -race ./...
-	cd deploy/test && $(GO) test ./...
-	cd deploy/release && $(GO) test ./...
+raced: export GORACE = atexit_sleep_ms=50
+raced:
+	$(TEST) -race -skip '$(UNRACED)' $$($(GO) list ./... | grep -vxF "$$($(GO) list $(SEQUENTIAL))")
+	$(TEST) -race -run '$(RACED)' ./nft/kernel
+	cd conformance && $(TEST) -race ./...
+
+unraced:
+	$(TEST) $(SEQUENTIAL)
+	$(TEST) -run '$(UNRACED)' $(UNRACED_IN)
+	cd deploy/test && $(TEST) ./...
+	cd deploy/release && $(TEST) ./...
 
 unit: tools ## run all tests without the race detector
 	$(GO) test ./...
@@ -81,9 +95,9 @@ unit: tools ## run all tests without the race detector
 	cd deploy/test && $(GO) test ./...
 	cd deploy/release && $(GO) test ./...
 
-once: ## run each benchmark once, and the test of memory, which the race detector would distort
-	$(GO) test -run XXX -bench . -benchtime 1x ./nft/... ./sync/... ./internal/lab/benchmark
-	$(GO) test -run Memory -v ./sync/watch
+once: ## run each benchmark once and small, and the test of memory, which the race detector would distort
+	$(TEST) -short -run XXX -bench . -benchtime 1x ./nft/... ./sync/... ./internal/lab/benchmark
+	$(TEST) -run Memory -v ./sync/watch
 
 # The first run builds the control plane and kube-proxy from their modules, which takes some minutes.
 CONFORMANCE = CGO_ENABLED=0 $(GO) build -C conformance -trimpath -o $(abspath $(BIN))/conformance ./cmd/conformance && $(BIN)/conformance

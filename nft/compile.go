@@ -129,13 +129,18 @@ type frontend struct {
 // indirect says that the frontend leads to split or restrict first.
 func (f *frontend) indirect() bool { return f.outside != f.inside || f.restricted }
 
-// masquerade says whose connections to a frontend are masqueraded. Cluster IPs have rules of their own.
+// masquerade says whose connections to a frontend are masqueraded. Cluster IPs have rules of their own. All but the
+// first are values of ExternalServices. A verdict map would be shorter, but the kernel validates every verdict again
+// whenever one changes, and a Service may have very many addresses.
 type masquerade uint8
 
 const (
 	masqueradeNobody masquerade = iota
-	masqueradeNode
 	masqueradeEverybody
+	// masqueradeElsewhere is for this node, and for clients from outside that get an endpoint on another one.
+	masqueradeElsewhere
+	// masqueradeNode is for this node alone: clients from outside are left to others.
+	masqueradeNode
 )
 
 // compileService compiles a Service for our tables. Nil gives an empty service.
@@ -224,8 +229,10 @@ func compileFrontend(sp *dataplane.ServicePort, f *dataplane.Frontend) frontend 
 	case f.Kind == dataplane.ClusterIP:
 	case out.SNAT:
 		c.masquerade = masqueradeEverybody
-	case node.SNAT:
+	case node.SNAT && out.Pool.Empty == dataplane.Pass && len(out.Pool.Endpoints) == 0:
 		c.masquerade = masqueradeNode
+	case node.SNAT:
+		c.masquerade = masqueradeElsewhere
 	}
 	return c
 }
@@ -404,11 +411,8 @@ func (p *port) elements(f *frontend, out *[perFrontend]Element) []Element {
 		first, id = Restrict.id(), p.sourceID
 	}
 	lead(Services, first, id)
-	switch f.masquerade {
-	case masqueradeEverybody:
-		to(ExternalServices, externalAll)
-	case masqueradeNode:
-		to(ExternalServices, externalNode)
+	if f.masquerade != masqueradeNobody {
+		to(ExternalServices, uint32(f.masquerade))
 	}
 	if p.timeout > 0 {
 		to(StickyServices, p.pools[f.inside].id)

@@ -60,6 +60,7 @@ const (
 	AnsweredBy
 	Accepted
 	Forsaken
+	Retrying
 	Retried
 	RefusedShares
 	RateLimits
@@ -90,7 +91,7 @@ var setNames = [...]string{
 	"hairpin", "remember", "timeouts", "sticky-services", "outside-sticky-services", "sticky-endpoints",
 	"uncounted-sticky-endpoints", "affinity", "scheduled", "revision", "digests", "retry-services",
 	"unanswered-by", "refused-by", "shared-ranges", "unhealthy-endpoints", "settings", "answered-by",
-	"accepted", "forsaken", "retried", "refused-shares", "rate-limits", "limited-pools",
+	"accepted", "forsaken", "retrying", "retried", "refused-shares", "rate-limits", "limited-pools",
 	"dropping-pools", "client-limits", "client-rates", "limited-clients", "limited-buckets",
 	"full-pools", "full-clients",
 	"kept", "kept-slots", "kept-nodes", "kept-own", "kept-flows", "kept-recent", "kept-fragments", "node-macs",
@@ -108,7 +109,7 @@ func (s SetID) IsDynamic() bool {
 }
 
 // EvidenceSets are the sets of evidence, which a table has only while Structure.Evidence is set.
-var EvidenceSets = [...]SetID{Unanswered, Refused, AnsweredBy, Accepted, Forsaken, Retried}
+var EvidenceSets = [...]SetID{Unanswered, Refused, AnsweredBy, Accepted, Forsaken, Retrying, Retried}
 
 // clientSets hold the limits of clients, and a table has them only while there are some.
 var clientSets = [...]SetID{LimitedClients, LimitedBuckets}
@@ -414,8 +415,8 @@ func otherSets() []Set {
 		{ID: ServiceCIDRs, Key: []Field{DestAddr}, Interval: true,
 			Comment: "ranges of cluster IPs: unallocated addresses are dropped"},
 		frontends(ExternalServices,
-			"node ports, load balancer and external addresses : 0:1 if everybody is masqueraded, "+
-				"0:2 if this node is"),
+			"all but cluster IPs : who is masqueraded: all (0:1), this node and who gets an endpoint elsewhere (0:2), "+
+				"this node (0:3)"),
 		{ID: Hairpin, Key: []Field{SourceAddr, DestAddr}, Comment: "endpoints on this node that may reach themselves"},
 		numberSet(Remember, "sessionAffinity: pool : for how many seconds clients are remembered"),
 		verdictSet(Timeouts, "seconds : where they are remembered for so long"),
@@ -442,7 +443,8 @@ func otherSets() []Set {
 		evidenceSet(Accepted, pairKey, AcceptedSize,
 			"client . endpoint that accepted its connection within the last minutes"),
 		evidenceSet(Forsaken, pairKey, EvidenceSize, "client . endpoint that accepted it before, and does not now"),
-		evidenceSet(Retried, senderKey, EvidenceSize, "clients whose refused connection is tried again"),
+		evidenceSet(Retrying, senderKey, EvidenceSize, "clients whose refused connection is tried again"),
+		evidenceSet(Retried, senderKey, EvidenceSize, "the same, and for whom the time for that is over"),
 		{ID: RefusedShares, Key: shareKey.Fields, Interval: true,
 			Comment: "pools that refuse a share of connections . which of 10,000 draws those are"},
 	}
@@ -490,7 +492,7 @@ func layout(f ipfamily.Family, s Structure) Table {
 	t.Chains = append(t.Chains,
 		Chain{ID: Prerouting.id(), Hook: &Hook{"nat", "prerouting", DNATPriority}, Rules: start},
 		Chain{ID: Output.id(), Hook: &Hook{"nat", "output", DNATPriority}, Rules: start},
-		masqueradeClusterIP(), fromClusterIP(s), fromExternal(s), fromBoth())
+		masqueradeClusterIP(), fromClusterIP(s), fromExternal(s), fromBoth(s))
 	for _, pair := range stickySources {
 		t.Chains = append(t.Chains, Chain{ID: pair[0].id(), Comment: "sessionAffinity",
 			Rules: []Rule{{Jump{RememberAffinity.id()}}, {Goto{pair[1].id()}}}})
@@ -719,22 +721,31 @@ func masqueradeClusterIP() Chain {
 		Rules: []Rule{{SetPriority{Key: originalAddress, Map: Addresses}, ClearPriority{}, Masquerade{}}}}
 }
 
-// externalRules decide the source address of connections to node ports, load balancer and external addresses.
-func externalRules() []Rule {
+// externalRules decide the source address of connections to node ports, load balancer and external addresses. With
+// policy Local, clients from outside get endpoints on this node. If one has got another, since the policy or the
+// endpoints changed between its packet's lookups, it is masqueraded: it would have no answer otherwise, as long as
+// connection tracking remembers.
+func externalRules(s Structure) []Rule {
 	rules := []Rule{{ClearPriority{}}}
 	rules = append(rules, perProtocol(nil, SetPriority{Key: tupleKey, Map: ExternalServices})...)
-	return append(rules, Rule{PriorityIs{Value: externalAll}, Goto{MasqueradeAll.id()}},
-		Rule{PriorityIs{Value: externalNode}, Goto{MasqueradeNode.id()}})
+	elsewhere := append(Rule{PriorityIs{Value: uint32(masqueradeElsewhere)}}, fromOutside(s)...)
+	if s.Uses.Has(Hairpin) {
+		elsewhere = append(elsewhere, SetLookup{Key: Concat{Fields: []Field{DestAddr, DestAddr}}, Not: true, Set: Hairpin})
+	}
+	return append(rules, Rule{PriorityIs{Value: uint32(masqueradeEverybody)}, Goto{MasqueradeAll.id()}},
+		append(elsewhere, Goto{MasqueradeAll.id()}),
+		Rule{PriorityIs{Value: uint32(masqueradeElsewhere)}, Goto{MasqueradeNode.id()}},
+		Rule{PriorityIs{Value: uint32(masqueradeNode)}, Goto{MasqueradeNode.id()}})
 }
 
 func fromExternal(s Structure) Chain {
-	return Chain{ID: FromExternal.id(), Rules: append(externalRules(), hairpin(s, Masquerade{})...)}
+	return Chain{ID: FromExternal.id(), Rules: append(externalRules(s), hairpin(s, Masquerade{})...)}
 }
 
 // fromBoth is for a cluster IP that others have as their external address.
-func fromBoth() Chain {
+func fromBoth(s Structure) Chain {
 	return Chain{ID: FromBoth.id(), Comment: "cluster IPs that are external addresses, too",
-		Rules: append(externalRules(), Rule{Goto{FromClusterIP.id()}})}
+		Rules: append(externalRules(s), Rule{Goto{FromClusterIP.id()}})}
 }
 
 // masqueradeFromNode masquerades packets of this node itself.
@@ -781,13 +792,6 @@ func firstEndpoint(kind ChainKind, m SetID) Chain {
 func affinityLookup() Chain {
 	return Chain{ID: AffinityLookup.id(), Rules: perProtocol(nil, DNAT{Key: affinityKey, Map: Affinity})}
 }
-
-// The values of ExternalServices. A verdict map would be shorter, but the kernel validates every verdict again whenever
-// one changes, and a Service may have very many addresses.
-const (
-	externalAll  = 1
-	externalNode = 2
-)
 
 // stickyPool finds a connection's pool from its original destination. If there are two such pools, it is that of
 // clients from outside for what came in by an interface, but not from a pod. Of what stays on its bridge, the kernel no

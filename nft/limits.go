@@ -11,11 +11,9 @@ import (
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
-// Limit is a limit of packets: so many in a second, or in a minute, and as many at once as Burst says. The zero value
-// is none.
+// Limit is a limit of packets: so many in a second, and as many at once as Burst says. The zero value is none.
 type Limit struct {
 	Rate, Burst uint32
-	Minute      bool
 	// Over matches the packets that are over it, instead of those within.
 	Over bool
 }
@@ -26,14 +24,11 @@ var NoLimit = Limit{Rate: 1, Burst: 1, Over: true}
 
 // String writes it as nft does.
 func (l Limit) String() string {
-	over, unit := "", "second"
+	over := ""
 	if l.Over {
 		over = "over "
 	}
-	if l.Minute {
-		unit = "minute"
-	}
-	return fmt.Sprintf("limit rate %s%d/%s burst %d packets", over, l.Rate, unit, l.Burst)
+	return fmt.Sprintf("limit rate %s%d/second burst %d packets", over, l.Rate, l.Burst)
 }
 
 // ClientsSize is how many clients may have a limit of their own at a time, of all pools together. ClientBuckets is in

@@ -146,7 +146,7 @@ func (l *Listed) Text(f ipfamily.Family, s *Set) string {
 		extra = fmt.Sprintf(" counter packets %d bytes %d", l.Packets, l.Bytes)
 	}
 	if l.Timeout > 0 {
-		extra += " timeout " + secondsText(l.Timeout) + " expires " + secondsText(l.Expires)
+		extra += " timeout " + timeText(l.Timeout) + " expires " + timeText(l.Expires)
 	}
 	return l.text(f, s, extra)
 }

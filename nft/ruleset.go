@@ -336,7 +336,7 @@ func (s Update) text(f ipfamily.Family) string {
 		text = "delete"
 	}
 	if text += " @" + s.Map.String() + " { " + s.Key.text(f); !s.Forget {
-		text += " timeout " + secondsText(s.Timeout)
+		text += " timeout " + timeText(s.Timeout)
 	}
 	if s.Limit.Rate > 0 {
 		text += " " + s.Limit.String()
@@ -350,17 +350,17 @@ func (s Update) text(f ipfamily.Family) string {
 	return text + " }"
 }
 
-// secondsText writes a duration of whole seconds as nft does: 3h, 1m30s, 1d.
-func secondsText(d time.Duration) string {
-	s := int64(d / time.Second)
+// timeText writes a duration as nft does: 3h, 1m30s, 4s500ms.
+func timeText(d time.Duration) string {
+	ms := d.Milliseconds()
 	var b strings.Builder
 	for _, u := range [...]struct {
 		name string
 		n    int64
-	}{{"d", 86400}, {"h", 3600}, {"m", 60}, {"s", 1}} {
-		if s >= u.n {
-			b.WriteString(strconv.FormatInt(s/u.n, 10) + u.name)
-			s %= u.n
+	}{{"d", 86400_000}, {"h", 3600_000}, {"m", 60_000}, {"s", 1000}, {"ms", 1}} {
+		if ms >= u.n {
+			b.WriteString(strconv.FormatInt(ms/u.n, 10) + u.name)
+			ms %= u.n
 		}
 	}
 	return b.String()

@@ -62,7 +62,7 @@ func TestSwitchBackends(t *testing.T) {
 			labtest.Run(t, v.cluster.Node, "", program, "-w", "5", "-t", "mangle", "-N", "KUBE-IPTABLES-HINT")
 			v.restart("all Services are programmed")
 			stop := v.clients()
-			for range 3 {
+			for range 2 {
 				v.restart("what=\"the tables of nftables\"", "--backend=iptables")
 				if tables := labtest.Run(t, v.cluster.Node, "", "nft", "list", "tables"); strings.Contains(tables, "verdict") {
 					t.Errorf("with iptables there are\n%s", tables)

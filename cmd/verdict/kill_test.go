@@ -24,7 +24,7 @@ import (
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
-var kills = flag.Int("kills", 200, "how often TestKilled kills the proxy")
+var kills = flag.Int("kills", 60, "how often TestKilled kills the proxy")
 
 // killServices is how many Services there are; of each kind of target a client has one.
 const killServices = 24

@@ -54,6 +54,12 @@ func withRules(text string) func(t *testing.T, node *lab.Host) {
 	}
 }
 
+// withManyRules has more rules of another program on a packet's way than are followed.
+func withManyRules(t *testing.T, node *lab.Host) {
+	withRules("table inet fw {\nchain forward { type filter hook forward priority 10;\n"+
+		strings.Repeat("ip saddr 203.0.113.9 drop\n", 10_001)+"}\n}\n")(t, node)
+}
+
 func withIPTables(rules ...string) func(t *testing.T, node *lab.Host) {
 	return withProgram("iptables-nft", rules)
 }
@@ -130,6 +136,7 @@ var hostCases = []hostCase{
 	{name: "a rule that is not known", arrange: withRules(`table inet fw {
 		chain forward { type filter hook forward priority 10; limit rate 1000/second accept; }
 	}`), unclear: true, from: "outside"},
+	{"more rules than are followed", withManyRules, preflight.ForwardUnknown, true, "outside", "", false},
 	{"rules of a cache that is gone", withIPTables("-t raw -A PREROUTING -d 10.96.0.80 -p tcp --dport 80 -j NOTRACK",
 		"-t raw -A OUTPUT -d 10.96.0.80 -p tcp --dport 80 -j NOTRACK"), "", false, "node outside", "", false},
 	{"rules of a cache that is gone, in legacy iptables", withLegacy(
@@ -219,7 +226,7 @@ func TestPreflight(t *testing.T) {
 			c, flags := newPreflight(t, test.own)
 			test.arrange(t, c.Node)
 			for from, host := range map[string]*lab.Host{"node": c.Node, "outside": c.Outside} {
-				stopped := (test.found != "" || !test.unclear) && strings.Contains(test.from, from)
+				stopped := !test.unclear && strings.Contains(test.from, from)
 				if r := host.Dial(snapshot.TCP, to, lab.Options{}); (r.Outcome == lab.Answered) == stopped {
 					t.Errorf("from %s: %v", from, r)
 				}
@@ -241,8 +248,9 @@ func TestPreflight(t *testing.T) {
 				}
 			}
 			out := onHost(t, c.Node, append([]string{"verify"}, flags...)...)
-			for _, check := range []string{preflight.NoRoute, preflight.NoForwarding, preflight.ForwardDrop, preflight.NATAhead,
-				preflight.NodeAddress, preflight.PortInUse, preflight.PlainBridge, preflight.ReversePath, preflight.SecondProxy} {
+			for _, check := range []string{preflight.NoRoute, preflight.NoForwarding, preflight.ForwardDrop,
+				preflight.ForwardUnknown, preflight.NATAhead, preflight.NodeAddress, preflight.PortInUse, preflight.PlainBridge,
+				preflight.ReversePath, preflight.SecondProxy} {
 				if n := strings.Count(out, "\n"+check+" "); (n > 0) != (check == test.found) {
 					t.Errorf("verify names %s %d times:\n%s", check, n, out)
 				}
@@ -255,43 +263,69 @@ func TestPreflight(t *testing.T) {
 }
 
 // TestPreflightStart: a proxy names at its start what stops packets on its host, each once, with what to do, and status
-// does so while it is there.
+// does so while it is there. What it cannot tell of other programs' rules, it names as well.
 func TestPreflightStart(t *testing.T) {
-	c := labtest.NewCluster(t, lab.Config{LocalPods: 1, RemotePods: 1})
-	labtest.Check(t, c.Node.Sysctl("net/ipv4/ip_forward", "0"))
-	_, err := c.Node.Serve(snapshot.TCP, 30080)
-	labtest.Check(t, err)
-	dir := t.TempDir()
-	file, log := filepath.Join(dir, "all.yaml"), newLog(t)
+	for _, test := range []struct {
+		name string
+		// arrange changes the node, which is to forward packets or not.
+		arrange  func(t *testing.T, node *lab.Host)
+		forwards string
+		// checks are what the log names, and status what that says.
+		checks, status []string
+	}{
+		{"conflicts", func(t *testing.T, node *lab.Host) {
+			_, err := node.Serve(snapshot.TCP, 30080)
+			labtest.Check(t, err)
+		}, "0", []string{preflight.NoForwarding, preflight.NodeAddress, preflight.PortInUse}, []string{
+			"no-forwarding this host forwards no IPv4 packets", "sysctl -w net.ipv4.ip_forward=1",
+			"node-address  this host has none of its Node's addresses: 192.0.2.77",
+			"port-in-use   a process of this host listens at 30080/tcp, a node port of shop/web"}},
+		{"more rules than are followed", withManyRules, "1", []string{preflight.ForwardUnknown, preflight.NodeAddress},
+			[]string{"forward-unknown whether another program drops what this host forwards to the pods of 10.244.1.0/24 is " +
+				"not known", "nft list ruleset"}},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			c := labtest.NewCluster(t, lab.Config{LocalPods: 1, RemotePods: 1})
+			labtest.Check(t, c.Node.Sysctl("net/ipv4/ip_forward", test.forwards))
+			test.arrange(t, c.Node)
+			said := runPreflight(t, c.Node)
+			for _, check := range test.checks {
+				want := "check=" + check
+				testkit.Eventually(t, patience, want, func() bool { return strings.Contains(said(), want) }, said)
+				if n := strings.Count(said(), want); n != 1 {
+					t.Errorf("%s is said %d times:\n%s", want, n, said())
+				}
+			}
+			status := c.Node.Command("/proc/self/exe", "status")
+			status.Env = append(os.Environ(), beVerdict+"=1")
+			out, err := status.CombinedOutput()
+			labtest.Check(t, err)
+			for _, want := range test.status {
+				if strings.Count(string(out), want) != 1 {
+					t.Errorf("status does not say %q once:\n%s", want, out)
+				}
+			}
+		})
+	}
+}
+
+// runPreflight runs a proxy on a node until the test ends, and returns what reads its log.
+func runPreflight(t *testing.T, node *lab.Host) (said func() string) {
+	t.Helper()
+	file, log := filepath.Join(t.TempDir(), "all.yaml"), newLog(t)
 	labtest.Check(t, os.WriteFile(file, []byte(strings.ReplaceAll(preflightObjects, "192.0.2.10", "192.0.2.77")), 0o644))
-	cmd := c.Node.Command("/proc/self/exe", "run", "--from", file, "--hostname-override=node", "--keeper=none",
+	cmd := node.Command("/proc/self/exe", "run", "--from", file, "--hostname-override=node", "--keeper=none",
 		"--cluster-cidr=10.244.0.0/16", "--healthz-bind-address=127.0.0.1:10256", "--metrics-bind-address=")
 	cmd.Env = append(os.Environ(), beVerdict+"=1")
 	cmd.Stdout, cmd.Stderr = log, log
 	labtest.Check(t, cmd.Start())
-	defer cmd.Wait()
-	defer cmd.Process.Kill()
-	said := func() string {
+	t.Cleanup(func() {
+		_ = cmd.Process.Kill()
+		_ = cmd.Wait() // which says that it was killed
+	})
+	return func() string {
 		text, err := os.ReadFile(log.Name())
 		labtest.Check(t, err)
 		return string(text)
-	}
-	wants := []string{"check=" + preflight.NoForwarding, "check=" + preflight.NodeAddress, "check=" + preflight.PortInUse}
-	for _, want := range wants {
-		testkit.Eventually(t, patience, want, func() bool { return strings.Contains(said(), want) }, said)
-		if n := strings.Count(said(), want); n != 1 {
-			t.Errorf("%s is said %d times:\n%s", want, n, said())
-		}
-	}
-	status := c.Node.Command("/proc/self/exe", "status")
-	status.Env = append(os.Environ(), beVerdict+"=1")
-	out, err := status.CombinedOutput()
-	labtest.Check(t, err)
-	for _, want := range []string{"no-forwarding this host forwards no IPv4 packets", "sysctl -w net.ipv4.ip_forward=1",
-		"node-address  this host has none of its Node's addresses: 192.0.2.77",
-		"port-in-use   a process of this host listens at 30080/tcp, a node port of shop/web"} {
-		if strings.Count(string(out), want) != 1 {
-			t.Errorf("status does not say %q once:\n%s", want, out)
-		}
 	}
 }

@@ -120,7 +120,7 @@ func (c *Cluster) down() error {
 	for _, name := range []string{"kube-scheduler", "kube-controller-manager", "kube-apiserver", "etcd"} {
 		errs = append(errs, c.stop(name))
 	}
-	errs = append(errs, c.removeNetwork())
+	errs = append(errs, c.StopRouter(), c.removeNetwork())
 	// A node that starts with what a former cluster left would run its pods.
 	for _, n := range c.Nodes {
 		errs = append(errs, os.RemoveAll(c.file(n.Name)))

@@ -9,15 +9,15 @@ import (
 // budget is how many lines of Go each wing of the product may have, without tests. To raise a number is a decision: say
 // in the commit what the lines are for, and what they replace.
 var budget = map[string]int{
-	"cmd":              4_810,
-	"nft":              19_650,
+	"cmd":              4_800,
+	"nft":              19_600,
 	"ipvsplugin":       3_270,
-	"sync":             16_250,
-	"internal/system":  8_660,
-	"internal/proxy":   28_520,
-	"internal/answers": 15_550,
-	"internal/gateway": 3_820,
-	"internal/lab":     10_780,
+	"sync":             16_240,
+	"internal/system":  8_640,
+	"internal/proxy":   28_420,
+	"internal/answers": 15_470,
+	"internal/gateway": 3_810,
+	"internal/lab":     10_750,
 }
 
 // slack is how far below its budget a wing may be before the budget has to follow.

@@ -14,6 +14,7 @@ import (
 	"github.com/verdict-proxy/verdict/internal/lab"
 	"github.com/verdict-proxy/verdict/internal/lab/labtest"
 	"github.com/verdict-proxy/verdict/internal/system/ipfamily"
+	"github.com/verdict-proxy/verdict/internal/system/testkit"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
@@ -65,7 +66,7 @@ func planned(b *testing.B, services, endpoints int, o Options) (model *Model, fu
 
 // BenchmarkPlan plans all of a cluster, and a change of one endpoint.
 func BenchmarkPlan(b *testing.B) {
-	for _, n := range []int{1000, 10000} {
+	for _, n := range testkit.Size([]int{1000, 10000}, []int{1000}) {
 		b.Run(fmt.Sprintf("full/%d", n), func(b *testing.B) {
 			snap := large(n, 10)
 			st, _ := dataplane.Compute(configs[0], snap)
@@ -98,7 +99,7 @@ func steps(variant string) int {
 // the other.
 func BenchmarkRestore(b *testing.B) {
 	for _, variant := range variants {
-		for _, n := range []int{1000, 5000, 10000} {
+		for _, n := range testkit.Size([]int{1000, 5000, 10000}, []int{1000}) {
 			b.Run(fmt.Sprintf("%s/%d", variant, n), func(b *testing.B) {
 				h := labtest.NewHost(b, labtest.NewNet(b), "node")
 				_, full, change := planned(b, n, 10, Options{Step: steps(variant)})
@@ -135,7 +136,7 @@ func BenchmarkFirstPacket(b *testing.B) {
 		for name, d := range map[string]Dispatch{"list": List, "tree": Tree} {
 			b.Run(variant+"/"+name, func(b *testing.B) {
 				h := labtest.NewHost(b, labtest.NewNet(b), "node")
-				model, full, _ := planned(b, 10000, 1, Options{Dispatch: d, Step: steps(variant)})
+				model, full, _ := planned(b, testkit.Size(10000, 1000), 1, Options{Dispatch: d, Step: steps(variant)})
 				restore(b, h, ipfamily.IPv4, variant, full.Text(ipfamily.IPv4))
 				for _, args := range []string{"addr add 192.0.2.1/32 dev lo", "route add local 10.128.0.0/9 dev lo",
 					"route add default dev lo src 192.0.2.1"} {

@@ -9,6 +9,7 @@ import (
 
 	"github.com/verdict-proxy/verdict/internal/lab"
 	"github.com/verdict-proxy/verdict/internal/lab/labtest"
+	"github.com/verdict-proxy/verdict/internal/system/testkit"
 	"github.com/verdict-proxy/verdict/nft"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
@@ -66,7 +67,7 @@ func balanced(services, endpoints int) snapshot.Delta {
 
 // BenchmarkLoadBalancers writes Services with four frontends into an empty kernel, and then replaces one endpoint.
 func BenchmarkLoadBalancers(b *testing.B) {
-	delta := balanced(10000, 10)
+	delta := balanced(testkit.Size(10000, 1000), 10)
 	var cold, change time.Duration
 	var first, last dataplane.Receipt
 	for b.Loop() {
@@ -101,7 +102,7 @@ func BenchmarkLoadBalancers(b *testing.B) {
 // the number is new (decision 0031).
 func BenchmarkSizes(b *testing.B) {
 	const most, others, nobody = 10, 9, 7
-	for _, services := range []int{10000, 100000} {
+	for _, services := range testkit.Size([]int{10000, 100000}, []int{1000}) {
 		_, back := host(b)
 		snap, planner := snapshot.New(), dataplane.NewPlanner(configs["cluster CIDR"])
 		delta := large(services, most)
@@ -137,7 +138,7 @@ func BenchmarkSizes(b *testing.B) {
 // BenchmarkPlanInParts plans a first state in transactions of a bounded size. What a Service costs should not depend
 // on how many there are, nor on how many transactions they take.
 func BenchmarkPlanInParts(b *testing.B) {
-	for _, services := range []int{5000, 20000} {
+	for _, services := range testkit.Size([]int{5000, 20000}, []int{1000}) {
 		snap := snapshot.New()
 		snap.Apply(large(services, 10))
 		st, _ := dataplane.Compute(configs["cluster CIDR"], snap)

@@ -14,6 +14,7 @@ import (
 	"github.com/verdict-proxy/verdict/internal/lab"
 	"github.com/verdict-proxy/verdict/internal/lab/labtest"
 	"github.com/verdict-proxy/verdict/internal/system/ipfamily"
+	"github.com/verdict-proxy/verdict/internal/system/testkit"
 	"github.com/verdict-proxy/verdict/nft"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
@@ -49,7 +50,7 @@ func BenchmarkReadNoEvidence(b *testing.B) {
 func BenchmarkRetryServices(b *testing.B) {
 	for _, evidence := range []bool{false, true} {
 		snap := snapshot.New()
-		snap.Apply(large(10000, 10))
+		snap.Apply(large(testkit.Size(10000, 1000), 10))
 		config := configs["cluster CIDR"]
 		if evidence {
 			config.SecondChance = snapshot.SecondChanceOn

@@ -193,11 +193,8 @@ func logExprs(s nft.Log) []expr.Any {
 }
 
 func limitExpr(l nft.Limit) expr.Any {
-	unit := expr.LimitTimeSecond
-	if l.Minute {
-		unit = expr.LimitTimeMinute
-	}
-	return &expr.Limit{Type: expr.LimitTypePkts, Rate: uint64(l.Rate), Burst: l.Burst, Unit: unit, Over: l.Over}
+	return &expr.Limit{Type: expr.LimitTypePkts, Rate: uint64(l.Rate), Burst: l.Burst, Unit: expr.LimitTimeSecond,
+		Over: l.Over}
 }
 
 // loadMasked loads a value and clears all but some bits.

@@ -14,6 +14,7 @@ import (
 	"github.com/verdict-proxy/verdict/internal/lab"
 	"github.com/verdict-proxy/verdict/internal/lab/labtest"
 	"github.com/verdict-proxy/verdict/internal/system/ipfamily"
+	"github.com/verdict-proxy/verdict/internal/system/testkit"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
@@ -121,7 +122,8 @@ func (p *passage) received(b *testing.B) uint64 {
 // beside one that routes it without a proxy, without and with connection tracking, and one that translates it. What it
 // costs to send a packet to a node that throws it away is taken off. The figures are medians of the rounds' ratios.
 func BenchmarkClientAddress(b *testing.B) {
-	const flows, times, rounds = 64, 150, 21
+	const flows, times = 64, 150
+	rounds := testkit.Size(21, 3)
 	n := labtest.NewNet(b)
 	nowhere := newPassage(b, n, "nowhere", "203.0.113.10:80")
 	benchNeighbour(b, nowhere.sender, benchNode, nobodysMAC)

@@ -1,6 +1,8 @@
 package kernel
 
 import (
+	"fmt"
+	"regexp"
 	"testing"
 	"time"
 
@@ -76,6 +78,35 @@ func TestOvertakenPacketsCount(t *testing.T) {
 			t.Errorf("without %s, %d packets are counted, no more than before", gone, now)
 		}
 		before = now
+	}
+}
+
+// TestMasqueradeIsOfTheEndpoint has clients from outside choose among all endpoints of a Service with policy Local, as
+// packets do that a change of the policy overtakes: who gets one on another node is masqueraded, and answered.
+func TestMasqueradeIsOfTheEndpoint(t *testing.T) {
+	for _, state := range []endpointState{both, {"remote", nil, []condition{ready}}} {
+		t.Run(state.name, func(t *testing.T) {
+			c, b, s, _ := one(t, state, func(svc *snapshot.Service) { svc.ExternalLocal = true })
+			for _, f := range ipfamily.All {
+				to := s.frontendOf(c, dataplane.LoadBalancerIP, f)
+				key := fmt.Sprintf("%s . tcp . %d", to.Addr(), to.Port())
+				all := labtest.Run(t, c.Node, "", "nft", "get", "element", f.NFT(), "verdict", "inside-services", "{ "+key+" }")
+				class := regexp.MustCompile(`" : (\S+)`).FindStringSubmatch(all)[1]
+				labtest.Run(t, c.Node, fmt.Sprintf("delete element %[1]s verdict outside-services { %[2]s }\n"+
+					"add element %[1]s verdict outside-services { %[2]s : %[3]s }", f.NFT(), key, class), "nft", "-f", "-")
+				by := map[bool]int{}
+				for range 40 {
+					r := c.Outside.Dial(snapshot.TCP, to, lab.Options{})
+					if by[r.Source == r.Client]++; r.Outcome != lab.Answered {
+						t.Fatalf("%s: %v", to, r)
+					}
+				}
+				if by[false] == 0 || (by[true] > 0) != (state.name == both.name) {
+					t.Errorf("%s: %d see the client's address, %d the node's", to, by[true], by[false])
+				}
+			}
+			b.Close()
+		})
 	}
 }
 

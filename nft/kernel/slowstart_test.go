@@ -11,6 +11,7 @@ import (
 	"github.com/verdict-proxy/verdict/internal/lab"
 	"github.com/verdict-proxy/verdict/internal/lab/labtest"
 	"github.com/verdict-proxy/verdict/internal/system/ipfamily"
+	"github.com/verdict-proxy/verdict/internal/system/testkit"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
@@ -66,7 +67,7 @@ func TestSlowStart(t *testing.T) {
 // the picture: docs/images/slow-start.svg.
 func BenchmarkSlowStart(b *testing.B) {
 	for b.Loop() {
-		got, want := slowStartCurve(b, ipfamily.IPv4, 20_000)
+		got, want := slowStartCurve(b, ipfamily.IPv4, testkit.Size(20_000, 2000))
 		for i := range got {
 			b.Logf("tenth %d: %.2f %% of the connections, of %.2f %% that are due", i, 100*got[i], 100*want[i])
 		}

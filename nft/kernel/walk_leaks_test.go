@@ -16,8 +16,7 @@ import (
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 )
 
-var walkSyncs = flag.Int("walk.syncs", 0,
-	"how many transactions TestLeaks looks at; 0 means as many as everyday tests should")
+var walkSyncs = flag.Int("walk.syncs", 1000, "how many transactions TestLeaks looks at")
 
 // leakSeed is no walk's.
 const leakSeed = 1 << 32
@@ -49,12 +48,6 @@ func (u usage) String() string {
 // take everything away: nothing is left, be it of the first few or of many.
 func TestLeaks(t *testing.T) {
 	syncs := *walkSyncs
-	switch {
-	case syncs == 0 && raceEnabled:
-		syncs = 300
-	case syncs == 0:
-		syncs = 1000
-	}
 	group, err := labtest.NewMemory(t)
 	if err != nil {
 		t.Logf("what the kernel keeps is not measured, everything else is: %v", err)

@@ -27,8 +27,7 @@ import (
 // than one long one.
 const (
 	walkLength  = 500
-	walkDefault = 2500
-	walkRace    = 500 // with the race detector
+	walkDefault = 1000
 )
 
 var walks = testkit.NewWalks("TestWalk", "walk", walkLength)
@@ -37,11 +36,7 @@ var walks = testkit.NewWalks("TestWalk", "walk", walkLength)
 // wire breaks, the kernel refuses, others write to our tables. After each step the kernel must hold what the objects
 // ask for, and nothing else. The walks run at the same time: the kernel makes those wait whom it refuses something.
 func TestWalk(t *testing.T) {
-	everyday := walkDefault
-	if raceEnabled {
-		everyday = walkRace
-	}
-	walks.Run(t, everyday, true, walkOnce, 20*walkLength, walkMustSee()...)
+	walks.Run(t, walkDefault, true, walkOnce, 20*walkLength, walkMustSee()...)
 }
 
 // walker is one walk.

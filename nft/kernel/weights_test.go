@@ -13,6 +13,7 @@ import (
 	"github.com/verdict-proxy/verdict/internal/lab"
 	"github.com/verdict-proxy/verdict/internal/lab/labtest"
 	"github.com/verdict-proxy/verdict/internal/system/ipfamily"
+	"github.com/verdict-proxy/verdict/internal/system/testkit"
 	"github.com/verdict-proxy/verdict/nft"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
@@ -185,7 +186,7 @@ func TestWeights(t *testing.T) { t.Log(checkWeights(t, 3000)) }
 // BenchmarkWeights does the same with 100,000 connections each, and reports the chi-squares.
 func BenchmarkWeights(b *testing.B) {
 	for b.Loop() {
-		for name, x := range checkWeights(b, 100_000) {
+		for name, x := range checkWeights(b, testkit.Size(100_000, 3000)) {
 			b.Logf("%s: chi-square %.2f", name, x)
 		}
 	}

@@ -5,6 +5,7 @@ import (
 	"net/netip"
 	"testing"
 
+	"github.com/verdict-proxy/verdict/internal/system/testkit"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
@@ -67,7 +68,7 @@ func benchSnapshot(services, endpoints int) *snapshot.Snapshot {
 
 // BenchmarkPlannerStart is the first Apply.
 func BenchmarkPlannerStart(b *testing.B) {
-	s := benchSnapshot(10_000, 10)
+	s := benchSnapshot(testkit.Size(10_000, 1_000), 10)
 	b.ReportAllocs()
 	for b.Loop() {
 		NewPlanner(benchConfig).Apply(s, snapshot.Change{Globals: true})
@@ -76,7 +77,7 @@ func BenchmarkPlannerStart(b *testing.B) {
 
 // BenchmarkApplyOneSlice replaces one of ten endpoints of one Service.
 func BenchmarkApplyOneSlice(b *testing.B) {
-	for _, services := range []int{1_000, 10_000, 100_000} {
+	for _, services := range testkit.Size([]int{1_000, 10_000, 100_000}, []int{1_000}) {
 		b.Run(fmt.Sprint(services), func(b *testing.B) {
 			s := benchSnapshot(services, 10)
 			p := NewPlanner(benchConfig)

@@ -17,6 +17,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/verdict-proxy/verdict/internal/system/testkit"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
@@ -582,8 +583,8 @@ func TestFilesUnderLoad(t *testing.T) {
 func BenchmarkLoad(b *testing.B) {
 	for _, format := range []string{"yaml", "json"} {
 		b.Run(format, func(b *testing.B) {
-			path := filepath.Join(b.TempDir(), "dump."+format)
-			text := kubectlList(b, 10000, format)
+			services, path := testkit.Size(10000, 500), filepath.Join(b.TempDir(), "dump."+format)
+			text := kubectlList(b, services, format)
 			write(b, path, text)
 			b.SetBytes(int64(len(text)))
 			text = ""
@@ -596,7 +597,7 @@ func BenchmarkLoad(b *testing.B) {
 				if err := d.refresh(b.Context()); err != nil {
 					b.Fatal(err)
 				}
-				if s.Apply(d.delta()); len(s.Services) != 10000 || len(s.Slices) != 10000 {
+				if s.Apply(d.delta()); len(s.Services) != services || len(s.Slices) != services {
 					b.Fatal(len(s.Services))
 				}
 			}
@@ -608,8 +609,9 @@ func BenchmarkLoad(b *testing.B) {
 
 // BenchmarkEdit changes one Service of a large dump.
 func BenchmarkEdit(b *testing.B) {
-	text := kubectlList(b, 10000, "yaml")
-	other := strings.Replace(text, "10.96.20.51", "10.96.250.51", 1)
+	services := testkit.Size(10000, 500)
+	text := kubectlList(b, services, "yaml")
+	other := strings.Replace(text, fmt.Sprintf("10.96.%d.51", services/500), "10.96.250.51", 1)
 	r := newReader("n1")
 	m, _, _ := r.manifest("dump.yaml", text, nil, nil)
 	b.SetBytes(int64(len(text)))

@@ -1,6 +1,7 @@
 package neighbors
 
 import (
+	"cmp"
 	"context"
 	"fmt"
 	"net"
@@ -13,16 +14,17 @@ import (
 
 // balancerStories are what a load balancer and a Service proxy do together, seen from outside.
 func (b *Bed) balancerStories(ctx context.Context, r *Result) error {
-	for _, tell := range []func(context.Context, *Result) error{b.shareAddress, b.moveServer, b.keepAddress} {
+	stories := []func(context.Context, *Result) error{b.shareAddress, b.moveServer, b.keepAddress}
+	if b.has(func(n *Neighbor) bool { return n.routed }) {
+		stories = append(stories, b.routesFollow, b.nodeLeaves, b.hopsChange)
+	}
+	for _, tell := range stories {
 		if err := tell(ctx, r); err != nil {
 			return err
 		}
 	}
 	return nil
 }
-
-// sharedAddress is the address of two Services.
-const sharedAddress = "192.168.98.219"
 
 const shared = `apiVersion: v1
 kind: Service
@@ -40,16 +42,20 @@ spec:
 
 // shareAddress has two Services share an address: each port leads to its own server.
 func (b *Bed) shareAddress(ctx context.Context, r *Result) error {
-	if err := b.Apply(ctx, fmt.Sprintf(shared, 1, sharedAddress)+fmt.Sprintf(shared, 2, sharedAddress)); err != nil {
+	address := ""
+	for _, n := range b.Neighbors {
+		address = cmp.Or(address, n.shared)
+	}
+	if err := b.Apply(ctx, fmt.Sprintf(shared, 1, address)+fmt.Sprintf(shared, 2, address)); err != nil {
 		return err
 	}
 	for i := 1; i <= 2; i++ {
-		target, server := fmt.Sprintf("tcp://%s:808%d", sharedAddress, i), fmt.Sprintf("server-%d ", i)
+		target, server := fmt.Sprintf("tcp://%s:808%d", address, i), fmt.Sprintf("server-%d ", i)
 		p, took, err := b.until(ctx, target, func(p *cluster.Probe) bool { return answeredBy(p, server) })
 		if err != nil {
 			return err
 		}
-		r.note(fmt.Sprintf("two Services share %s, port 808%d", sharedAddress, i), p, took, answeredBy(p, server))
+		r.note(fmt.Sprintf("two Services share %s, port 808%d", address, i), p, took, answeredBy(p, server))
 	}
 	return nil
 }
@@ -87,11 +93,7 @@ func (b *Bed) keepAddress(ctx context.Context, r *Result) error {
 	if err != nil {
 		return err
 	}
-	annotate := func(with string) error {
-		_, err := b.Kubectl(ctx, "-n", space, "annotate", "--overwrite", "service", "both", keepAnnotation+with)
-		return err
-	}
-	if err := annotate("=keep"); err != nil {
+	if err := b.annotate(ctx, keepAnnotation+"=keep"); err != nil {
 		return err
 	}
 	client := b.clients["outside"].ips[0]
@@ -105,7 +107,13 @@ func (b *Bed) keepAddress(ctx context.Context, r *Result) error {
 		}
 		r.note("policy Cluster keeps the client's address, "+protocol, p, took, kept(p))
 	}
-	return annotate("-")
+	return b.annotate(ctx, keepAnnotation+"-")
+}
+
+// annotate changes an annotation of the Service with policy Cluster.
+func (b *Bed) annotate(ctx context.Context, change string) error {
+	_, err := b.Kubectl(ctx, "-n", space, "annotate", "--overwrite", "service", "both", change)
+	return err
 }
 
 // until opens connections from outside until all of a round are as they should be, for a minute at most. It returns the

@@ -164,7 +164,11 @@ func (b *Bed) service(ctx context.Context, namespace, name string) (ips, balance
 		for _, in := range svc.Status.LoadBalancer.Ingress {
 			balancer = append(balancer, in.IP)
 		}
-		if svc.Spec.Type == corev1.ServiceTypeLoadBalancer && len(balancer) < len(ips) {
+		want := len(ips)
+		if b.has(func(n *Neighbor) bool { return n.oneFamily }) {
+			want = 1
+		}
+		if svc.Spec.Type == corev1.ServiceTypeLoadBalancer && len(balancer) < want {
 			return errors.New("it has no address of a load balancer")
 		}
 		return nil

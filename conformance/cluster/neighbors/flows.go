@@ -167,12 +167,16 @@ func (b *Bed) flowsOf(protocol string, family int, ips, balancers map[string][]s
 	for _, from := range []string{"pod", "node", "outside"} {
 		add(from, "node port", to(nodes[0], portBoth))
 		add(from, "node port of a node without server", to(nodes[2], portBoth))
-		add(from, "load balancer", to(balancers["both"][family], 80))
+		if family < len(balancers["both"]) {
+			add(from, "load balancer", to(balancers["both"][family], 80))
+		}
 	}
 	add("outside", "node port, policy Local", to(nodes[0], portLocal)).kept = true
 	add("outside", "node port, policy Local, no server", to(nodes[1], portLocal)).refused = true
-	add("outside", "load balancer, policy Local", to(balancers["local"][family], 80)).kept = true
-	add("pod", "load balancer, policy Local", to(balancers["local"][family], 80))
+	if family < len(balancers["local"]) {
+		add("outside", "load balancer, policy Local", to(balancers["local"][family], 80)).kept = true
+		add("pod", "load balancer, policy Local", to(balancers["local"][family], 80))
+	}
 	return all
 }
 

@@ -26,6 +26,12 @@ type Neighbor struct {
 	Balancer bool
 	// DNS says that it is the cluster's DNS.
 	DNS bool
+	// shared is an address that it can give two Services; empty if it gives none.
+	shared string
+	// routed says that it tells the cluster's router by which nodes to reach the addresses of IPv4.
+	routed bool
+	// oneFamily says that the addresses it gives are of IPv4 alone.
+	oneFamily bool
 	// ingress is the Service of a reverse proxy for HTTP, in the servers' namespace; empty if it is none.
 	ingress string
 
@@ -49,7 +55,8 @@ type Neighbor struct {
 
 // All are the neighbors there are.
 var All = []Neighbor{
-	flannel("vxlan"), flannel("host-gw"), kubeRouter, cilium, kubeNetworkPolicies, metalLB, coreDNS, caddy,
+	flannel("vxlan"), flannel("host-gw"), kubeRouter, cilium, kubeNetworkPolicies, metalLB, metalLBBGP,
+	coreDNS, caddy,
 }
 
 // Names are those of All.

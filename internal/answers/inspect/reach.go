@@ -24,7 +24,7 @@ func (e *explainRun) judgeReach(a *Answer) {
 	if e.routed() {
 		unsent = e.routes.Sent(p)
 		if unsent == nil && (a.Kernel.answered() || a.Objects.answered()) {
-			var unclear string
+			var unclear error
 			ahead, unclear = e.routes.Before(p)
 			a.noteUnclear(unclear)
 		}
@@ -94,9 +94,9 @@ func (a *Answer) noteFinding(f *status.Finding) {
 }
 
 // noteUnclear notes once what is not known of the host.
-func (a *Answer) noteUnclear(text string) {
-	if v := a.Kernel; text != "" && !slices.Contains(v.Unclear, text) {
-		v.Unclear = append(v.Unclear, text)
+func (a *Answer) noteUnclear(what error) {
+	if v := a.Kernel; what != nil && !slices.Contains(v.Unclear, what.Error()) {
+		v.Unclear = append(v.Unclear, what.Error())
 	}
 }
 

@@ -6,13 +6,14 @@ import (
 	"time"
 
 	"github.com/verdict-proxy/verdict/internal/lab/labtest"
+	"github.com/verdict-proxy/verdict/internal/system/testkit"
 )
 
 // BenchmarkCold measures the whole line, from objects in memory to the kernel's acknowledgement, into an empty
 // namespace, and beside it the kernel alone, given the same bytes in another empty namespace. Own is all that is not
 // the kernel's.
 func BenchmarkCold(b *testing.B) {
-	for _, services := range []int{1000, 10000} {
+	for _, services := range testkit.Size([]int{1000, 10000}, []int{1000}) {
 		b.Run(fmt.Sprintf("%dx10", services), func(b *testing.B) {
 			o := small(b)
 			o.Services, o.Endpoints = services, 10
@@ -33,7 +34,7 @@ func BenchmarkCold(b *testing.B) {
 // BenchmarkOneEndpoint measures one endpoint replaced, from the changed slice to the kernel's acknowledgement, in
 // clusters of different size.
 func BenchmarkOneEndpoint(b *testing.B) {
-	for _, services := range []int{1000, 10000, 100000} {
+	for _, services := range testkit.Size([]int{1000, 10000, 100000}, []int{1000}) {
 		b.Run(fmt.Sprint(services), func(b *testing.B) {
 			l, err := newLine(small(b))
 			labtest.Check(b, err)

@@ -246,7 +246,7 @@ func BenchmarkVictims(b *testing.B) {
 			var took []time.Duration
 			var elements []int
 			for range b.N {
-				for _, c := range runVictims(b, attacks[name], 500) {
+				for _, c := range runVictims(b, attacks[name], testkit.Size(500, 20)) {
 					took, elements = append(took, c.took), append(elements, c.elements)
 				}
 			}

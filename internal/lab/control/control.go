@@ -17,7 +17,6 @@ import (
 	"k8s.io/client-go/rest"
 
 	"github.com/verdict-proxy/verdict/internal/lab"
-	"github.com/verdict-proxy/verdict/internal/system/clock"
 )
 
 // Plane is a control plane.
@@ -216,7 +215,10 @@ func (p *Plane) ready(ctx context.Context) error {
 		if last == nil {
 			return nil
 		}
-		clock.Pause(ctx, 50*time.Millisecond)
+		select {
+		case <-ctx.Done():
+		case <-time.After(50 * time.Millisecond):
+		}
 	}
 	return fmt.Errorf("kube-apiserver is not ready: %w: %s", last, p.server.Tail())
 }

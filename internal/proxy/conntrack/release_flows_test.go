@@ -155,9 +155,11 @@ func (h *held) eject(pod *lab.Host) {
 	h.apply(snapshot.Delta{Health: map[snapshot.Name]*snapshot.Health{name("web"): health}})
 }
 
-// hold opens connections from a host, in both families. Those that are quiet only listen.
+// hold opens connections from a host, in both families. Those that are quiet only listen. The others begin to send once
+// all are there: else they would slow down those that still connect.
 func (h *held) hold(from *lab.Host, n int, quiet bool) {
 	h.t.Helper()
+	before := len(h.clients)
 	for i := range n {
 		to := netip.AddrPortFrom(lab.Nth(lab.ServiceRange[i%len(lab.Families())], 1), port)
 		c, err := from.DialContext(h.t.Context(), "tcp", to.String())
@@ -169,6 +171,8 @@ func (h *held) hold(from *lab.Host, n int, quiet bool) {
 		cl := &holder{conn: c, quiet: quiet, server: parseServer(line), ended: make(chan struct{})}
 		h.clients = append(h.clients, cl)
 		go cl.read(lines)
+	}
+	for i, cl := range h.clients[before:] {
 		if !quiet {
 			time.AfterFunc(time.Duration(i)*100*time.Millisecond/time.Duration(n), func() { go cl.send() })
 		}
@@ -291,12 +295,12 @@ func cutOff(h *held, gone, left *lab.Host) time.Time {
 	return time.Now()
 }
 
-// TestHeldConnections holds connections of two servers, one of which leaves in different ways. Some clients only
-// listen.
+// TestHeldConnections holds connections of two servers, one of which leaves in different ways. A tenth of the clients
+// only listens.
 func TestHeldConnections(t *testing.T) {
-	const clients, quiet = 900, 100
 	tests := []struct {
-		what string
+		what    string
+		clients int
 		// leave returns the moment that counts, after which the clients of the first server are reset within some time; 0:
 		// never.
 		leave  func(*held, *lab.Host, *lab.Host) time.Time
@@ -304,23 +308,23 @@ func TestHeldConnections(t *testing.T) {
 		// quiet says that those are reset, too, that only listen.
 		quiet bool
 	}{
-		{"cut off", cutOff, 15 * time.Second, true},
-		{"cut off, counted", cutOff, 15 * time.Second, true},
-		{"ejected", func(h *held, gone, left *lab.Host) time.Time {
+		{"cut off", 1000, cutOff, 15 * time.Second, true},
+		{"cut off, counted", 200, cutOff, 15 * time.Second, true},
+		{"ejected", 200, func(h *held, gone, left *lab.Host) time.Time {
 			h.cut(gone)
 			start := time.Now()
 			time.Sleep(2 * time.Second)
 			h.eject(gone)
 			return start
 		}, 15 * time.Second, false},
-		{"drained", func(h *held, gone, left *lab.Host) time.Time {
+		{"drained", 200, func(h *held, gone, left *lab.Host) time.Time {
 			h.serve(3*time.Second, left)
 			start := time.Now()
 			time.Sleep(2800 * time.Millisecond)
 			h.noneReset(h.clients)
 			return start
 		}, 15 * time.Second, true},
-		{"graceful", func(h *held, gone, left *lab.Host) time.Time {
+		{"graceful", 200, func(h *held, gone, left *lab.Host) time.Time {
 			h.serve(0, left)
 			return time.Now()
 		}, 0, false},
@@ -333,8 +337,8 @@ func TestHeldConnections(t *testing.T) {
 			}
 			gone, left := h.RemotePods[0], h.RemotePods[1]
 			h.serve(0, gone, left)
-			h.hold(h.Pods[0], clients, false)
-			h.hold(h.Pods[0], quiet, true)
+			h.hold(h.Pods[0], test.clients*9/10, false)
+			h.hold(h.Pods[0], test.clients/10, true)
 			time.Sleep(time.Second)
 			since := test.leave(h, gone, left)
 			if test.within > 0 {

@@ -47,19 +47,19 @@ func (h *Host) Sent(p Packet) *status.Finding {
 
 // Before returns the rules of another program that a packet meets before Verdict's, and that send it elsewhere or
 // refuse it; nil if there are none. Unclear says what is not known.
-func (h *Host) Before(p Packet) (stop *status.Finding, unclear string) {
+func (h *Host) Before(p Packet) (stop *status.Finding, unclear error) {
 	rules, err := h.rules()
 	if err != nil {
-		return nil, "rules of other programs are not known: " + err.Error()
+		return nil, fmt.Errorf("rules of other programs are not known: %w", err)
 	}
 	c, err := rules.Translate(h.walked(p, p.Destination), nft.DNATPriority)
 	switch {
 	case err != nil:
-		return nil, "whether another program translates it first is not known: " + err.Error()
+		return nil, fmt.Errorf("whether another program translates it first is not known: %w", err)
 	case c.Untracked:
 		what := fmt.Sprintf("%s keeps packets to %s from connection tracking, so nothing translates them", decider(c),
 			p.Destination)
-		return &status.Finding{Check: NoTrack, What: what, Advice: adviceNoTrack}, ""
+		return &status.Finding{Check: NoTrack, What: what, Advice: adviceNoTrack}, nil
 	case c.Verdict != packets.Untouched:
 		what := fmt.Sprintf("%s comes before Verdict's", decider(c))
 		if c.Verdict == packets.Sent {
@@ -67,9 +67,9 @@ func (h *Host) Before(p Packet) (stop *status.Finding, unclear string) {
 		} else {
 			what += fmt.Sprintf(", and refuses packets to %s", p.Destination)
 		}
-		return &status.Finding{Check: NATAhead, What: what, Advice: adviceNATAhead}, ""
+		return &status.Finding{Check: NATAhead, What: what, Advice: adviceNATAhead}, nil
 	}
-	return nil, ""
+	return nil, nil
 }
 
 // decider names the rule of another program that decides about a packet, as nft -a lists it, or iptables-legacy -L
@@ -86,29 +86,29 @@ func decider(c packets.Crossing) string {
 
 // After returns what stops a packet that Verdict's rules have sent to an endpoint; Masqueraded says that it has an
 // address of this host then.
-func (h *Host) After(p Packet, endpoint netip.AddrPort, masqueraded bool) (stop *status.Finding, unclear string) {
+func (h *Host) After(p Packet, endpoint netip.AddrPort, masqueraded bool) (stop *status.Finding, unclear error) {
 	to := endpoint.Addr()
 	family := ipfamily.Of(to)
 	_, link, err := h.route(to)
 	switch {
 	case err != nil:
-		return noRoute(to, err), ""
+		return noRoute(to, err), nil
 	case p.Local:
-		return nil, ""
+		return nil, nil
 	}
 	if stop = h.reversePath(p.Interface, p.Source.Addr(), to); stop != nil {
-		return stop, ""
+		return stop, nil
 	}
 	walked := h.walked(p, endpoint)
 	switch {
 	case h.Local(to):
 		return h.refused(walked, p.Destination, InputDrop, (*packets.Rules).Input)
 	case !h.forwards[family]:
-		return noForwarding(family), ""
+		return noForwarding(family), nil
 	case h.sameBridge(p.Interface, to) && !h.bridgeCallsHooks[family] && !masqueraded:
 		// Whether pods reach each other past this host is theirs to say.
 		f := plainBridge(p.Interface, family)
-		unclear = f.What + ": " + f.Advice
+		unclear = errors.New(f.What + ": " + f.Advice)
 	}
 	walked.Out, walked.OutIndex = link.Name, uint32(link.Index)
 	stop, why := h.refused(walked, p.Destination, ForwardDrop, (*packets.Rules).Forward)
@@ -119,27 +119,27 @@ func (h *Host) After(p Packet, endpoint netip.AddrPort, masqueraded bool) (stop 
 // through what. Before is the destination that it had before it was translated.
 func (h *Host) refused(p packets.Packet, before netip.AddrPort, check string,
 	follow func(*packets.Rules, packets.Packet, netip.AddrPort) (packets.Crossing, error),
-) (stop *status.Finding, unclear string) {
+) (stop *status.Finding, unclear error) {
 	rules, err := h.rules()
 	if err != nil {
-		return nil, "rules of other programs are not known: " + err.Error()
+		return nil, fmt.Errorf("rules of other programs are not known: %w", err)
 	}
 	c, err := follow(rules, p, before)
 	if err != nil {
-		return nil, "whether another program lets it pass is not known: " + err.Error()
+		return nil, fmt.Errorf("whether another program lets it pass is not known: %w", err)
 	}
 	verb := map[packets.Verdict]string{packets.Dropped: "drops", packets.Rejected: "rejects"}[c.Verdict]
 	switch {
 	case verb == "":
-		return nil, ""
+		return nil, nil
 	case check == InputDrop:
 		what := fmt.Sprintf("%s %s what comes from %s for this host's own %s", decider(c), verb, p.Source.Addr(),
 			p.Destination)
-		return &status.Finding{Check: check, What: what, Advice: adviceInput(c.By, p)}, ""
+		return &status.Finding{Check: check, What: what, Advice: adviceInput(c.By, p)}, nil
 	}
 	what := fmt.Sprintf("%s %s what this host forwards from %s to %s", decider(c), verb, p.Source.Addr(),
 		p.Destination.Addr())
-	return &status.Finding{Check: check, What: what, Advice: adviceForward(c.By, rules)}, ""
+	return &status.Finding{Check: check, What: what, Advice: adviceForward(c.By, rules)}, nil
 }
 
 // walked returns a packet as package packets follows it.

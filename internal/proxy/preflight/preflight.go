@@ -6,6 +6,7 @@ package preflight
 import (
 	"cmp"
 	"encoding/binary"
+	"errors"
 	"fmt"
 	"maps"
 	"net"
@@ -34,10 +35,12 @@ const (
 	NATAhead     = "nat-ahead"
 	NoTrack      = "notrack"
 	ForwardDrop  = "forward-drop"
-	InputDrop    = "input-drop"
-	PortInUse    = "port-in-use"
-	ReversePath  = "reverse-path"
-	SecondProxy  = "second-proxy"
+	// ForwardUnknown is that ForwardDrop could not be asked.
+	ForwardUnknown = "forward-unknown"
+	InputDrop      = "input-drop"
+	PortInUse      = "port-in-use"
+	ReversePath    = "reverse-path"
+	SecondProxy    = "second-proxy"
 )
 
 // Facts are what the checks have to know of the cluster. What is not known is not checked.
@@ -197,7 +200,8 @@ func (h *Host) podBridge(f *Facts, family ipfamily.Family) *status.Finding {
 	return plainBridge(iface, family)
 }
 
-// forwardDrop asks whether rules of others let pass what comes from outside to a pod.
+// forwardDrop asks whether rules of others let pass what comes from outside to a pod. That they are too many to say is
+// found, too.
 func (h *Host) forwardDrop(f *Facts, family ipfamily.Family) *status.Finding {
 	pods := f.Pods[family]
 	if !pods.IsValid() || !h.forwards[family] {
@@ -210,8 +214,15 @@ func (h *Host) forwardDrop(f *Facts, family ipfamily.Family) *status.Finding {
 	}
 	const port = 80
 	p := NewPacket(outside, netip.AddrPortFrom(outside, port), packets.TCP, false, iface)
-	stop, _ := h.After(p, netip.AddrPortFrom(UnusedAddr(pods), port), false)
-	if stop == nil || stop.Check != ForwardDrop {
+	stop, unclear := h.After(p, netip.AddrPortFrom(UnusedAddr(pods), port), false)
+	switch {
+	case errors.Is(unclear, packets.ErrTooMany):
+		return &status.Finding{Check: ForwardUnknown,
+			What: fmt.Sprintf("whether another program drops what this host forwards to the pods of %s is not known: "+
+				"there are too many rules to follow a packet through, more than %d", pods, packets.MaxRules),
+			Advice: "see in nft list ruleset and iptables-legacy-save whether the chains of the hook forward accept the " +
+				"pods' range; addresses that are in a set need one rule, and are followed"}
+	case stop == nil || stop.Check != ForwardDrop:
 		return nil
 	}
 	what, _, _ := strings.Cut(stop.What, " from ")

@@ -734,6 +734,9 @@ func (w *walker) act(m *machine, op *nfOp) (result, error) {
 	case opMark, opSetMark, opState:
 		return w.xtables(m, op)
 	case opUnknown:
+		if op.unknown == beyondSets {
+			return noMatch, fmt.Errorf("%w: there is %s", ErrTooMany, beyondSets)
+		}
 		return noMatch, fmt.Errorf("what %s does is not known", op.unknown)
 	}
 	return goOn, nil

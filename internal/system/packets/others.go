@@ -12,16 +12,18 @@ import (
 	"github.com/verdict-proxy/verdict/internal/system/netlink"
 )
 
-// maxOthers bounds how many rules of other programs are kept, of all chains that packets come to. Rules take some 1 KB
+// MaxRules bounds how many rules of other programs are kept, of all chains that packets come to. Rules take some 1 KB
 // each; a proxy reads them every minute.
-const maxOthers = 10_000
+const MaxRules = 10_000
 
 // maxSets bounds how many of their sets, named or not, are asked for elements: the kernel finds a set by its name among
 // all sets of its table, one after the other.
 const maxSets = 1_000
 
-// maxLegacy bounds how many bytes of one table of legacy iptables are read: the kernel gives all of it or nothing. A
-// rule has some 200 bytes.
+// beyondSets is what is odd about one beyond them.
+var beyondSets = fmt.Sprintf("one of more than %d sets", maxSets)
+
+// maxLegacy bounds the bytes that are read of a table of legacy iptables, which is all or none. A rule has some 200.
 const maxLegacy = 8 << 20
 
 // ErrTooMany says that other programs have more rules than are read.
@@ -44,7 +46,7 @@ func ReadOthers(name string, host *Host) (*Rules, error) {
 	if err != nil {
 		return nil, fmt.Errorf("read nf_tables: %w", err)
 	}
-	o := &others{&reader{Conn: c, rules: &Rules{host: host}}, maxOthers, maxSets}
+	o := &others{&reader{Conn: c, rules: &Rules{host: host}}, MaxRules, maxSets}
 	o.rules.close = func() error { return o.Close() }
 	if err := o.read(name); err != nil {
 		return nil, errors.Join(err, o.Close())
@@ -220,7 +222,7 @@ func (t *nfTable) set(name string) *nfSet {
 		return s
 	}
 	if t.others.setRoom--; t.others.setRoom < 0 {
-		return &nfSet{name: name, odd: fmt.Sprintf("one of more than %d sets", maxSets)}
+		return &nfSet{name: name, odd: beyondSets}
 	}
 	body, err := t.others.Get(request(unix.NFT_MSG_GETSET, 0, t, unix.NFTA_SET_NAME, name))
 	if err != nil || len(body) < netlink.NetfilterLen {
@@ -236,7 +238,7 @@ func (t *nfTable) set(name string) *nfSet {
 
 // find asks for the elements of a set that have the keys, or whose ranges do.
 func (o *others) find(s *nfSet, t *nfTable, keys [][]byte) ([]*nfElement, error) {
-	if len(keys) > maxOthers {
+	if len(keys) > MaxRules {
 		return nil, ErrTooMany
 	}
 	out := make([]*nfElement, len(keys))
