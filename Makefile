@@ -40,7 +40,7 @@ goldens: ## renew every golden: read the difference before you commit it
 	@for package in $$(git grep -l 'flag.Bool("update"' -- '*_test.go' | xargs -n1 dirname); do \
 		(cd $$package && $(GO) test -count=1 -run '^($(GOLDEN_TESTS))$$' . -update) || exit; done
 
-test: tools build lint race once conformance-slice history-slice ## run everything that CI runs
+test: tools build lint race once slices ## run everything that CI runs
 
 # The race detector needs gcc. The tests read and write rulesets with nft, which needs netbase for protocol names, and
 # set up unusual routes with ip. kube-proxy writes with iptables and ipset.
@@ -57,16 +57,16 @@ lint: ## run gofmt, go vet and staticcheck, and compile for arm64
 	for module in conformance deploy/test deploy/release; do (cd $$module && $(GO) vet -tags peers ./... && $$check -tags peers ./...) || exit; done
 	CGO_ENABLED=0 GOARCH=arm64 $(GO) build -o /dev/null ./cmd/verdict
 
-# No goroutine of the product's is at work in these packages' tests, except in those of RACED. The race detector has
-# nothing to find there, and takes minutes.
+# These packages start no goroutine. The race detector takes minutes there, and has nothing to find that the tests of
+# those who call them do not show it. In RACED, the whole line runs, and is asked for its counters meanwhile.
 SEQUENTIAL = ./internal/answers/plan ./internal/arch ./internal/proxy/takeover ./internal/system/packets ./nft ./nft/iptshim \
 	./nft/kernel ./sync/dataplane
 RACED = ^TestSimulation$$
 
-# Likewise in these tests of other packages: one goroutine calls the product, and what races there are the kernel and
-# its packets.
-UNRACED = ^TestExplain(Live|Ping|Hairpin|Unreachable|Disagrees)$$
-UNRACED_IN = ./internal/answers/inspect
+# Likewise in these tests of other packages, of packets, of rules, of a million clients, and of 200 nodes with a clock of
+# their own: each package has smaller ones that call the same code from several goroutines.
+UNRACED = ^Test(Explain(Live|Ping|Hairpin|Unreachable|Disagrees)|Preflight|GoldensLoad|MillionClients|NewsAfterAnOutage)$$
+UNRACED_IN = ./cmd/verdict ./internal/answers/inspect ./internal/proxy/flows ./sync/watch
 
 # lint has vetted the packages.
 TEST = $(GO) test -vet=off -timeout 30m
@@ -79,7 +79,7 @@ race: ## run all tests, with the race detector where there is concurrency
 # the tests wait for a verdict to end.
 raced: export GORACE = atexit_sleep_ms=50
 raced:
-	$(TEST) -race -skip '$(UNRACED)' $$($(GO) list ./... | grep -vxF "$$($(GO) list $(SEQUENTIAL))")
+	$(TEST) -race -p 3 -skip '$(UNRACED)' $$($(GO) list ./... | grep -vxF "$$($(GO) list $(SEQUENTIAL))")
 	$(TEST) -race -run '$(RACED)' ./nft/kernel
 	cd conformance && $(TEST) -race ./...
 
@@ -117,6 +117,11 @@ conformance-case: tools ## the cases whose names hold the regular expression CAS
 conformance-slice: tools build ## run some cases of every theme: Verdict, also as kube-proxy, kube-proxy, and a proxy that must fail
 	$(CONFORMANCE) --slice --proxy verdict --proxy verdict-as-kube-proxy --proxy kube-proxy-nftables --report $(BIN)/conformance-report
 	$(BIN)/conformance --slice --theme internal-traffic-policy --proxy conformance/testdata/deaf.yaml > $(BIN)/conformance-deaf.txt 2>&1; test $$? = 1
+
+# They wait most of the time. Both are built first, since each would build the same packages.
+slices: tools build ## run both slices, of the conformance suite and of histories, at the same time
+	CGO_ENABLED=0 $(GO) build -C conformance -trimpath -o $(abspath $(BIN))/ ./cmd/conformance ./cmd/history
+	@$(MAKE) --no-print-directory -j2 conformance-slice history-slice
 
 BENCH = CGO_ENABLED=0 $(GO) build -C conformance -trimpath -o $(abspath $(BIN))/benchmark ./cmd/benchmark && $(BIN)/benchmark
 
@@ -205,8 +210,9 @@ takeover-ipvs: ## have a real kube-proxy in IPVS mode and Verdict take over from
 bench-ipvs: ## measure nftables and IPVS with 1,000 and 10,000 Services, on Linux 6.12 under QEMU
 	internal/lab/guest/bench 6.12 1000,10000 -scale.rounds 5
 
-soak: tools ## run the long random test, 10,000 syncs to find leaks, and 1,000 kills: about half an hour
+soak: tools ## run the long random test, 10,000 syncs to find leaks, 69,000 changes under clients, and 1,000 kills: half an hour
 	$(GO) test ./nft/kernel -run 'TestWalk|TestLeaks' -walk.steps 100000 -walk.syncs 10000 -timeout 60m -v
+	$(GO) test ./nft/kernel -run 'TestChangesLoseNobody|TestSharesChangeUnderLoad' -changes.all -v
 	$(GO) test ./cmd/verdict -run TestKilled -kills 1000 -timeout 30m -v
 
 # A packet's cost, by turns with nodes that route it, and everything of TestClientAddress* at its full size.

@@ -98,7 +98,7 @@ func TestRefusedShares(t *testing.T) {
 				at := s.frontendOf(c, test.kind, f)
 				n := 4000
 				if few := share == 1 && f == ipfamily.IPv4 || share == 9999 && f == ipfamily.IPv6; few && number == 0 {
-					n = 300_000 // of which 0 would be too few
+					n = 240_000 // of which 0 would be too few
 				}
 				checkShare(t, c, counters, st, from, at, n, fmt.Sprintf("%s, %v", test.name, f))
 			}
@@ -217,7 +217,7 @@ func TestSharesChangeUnderLoad(t *testing.T) {
 					}
 				})
 			}
-			for i := range 4000 {
+			for i := range underLoad(4000) {
 				_, err := b.ApplyAll(states[(i+1)%2], dataplane.Change{Services: []snapshot.Name{s.name()}})
 				labtest.Check(t, err)
 			}
