@@ -42,6 +42,9 @@ router bgp 64513
   neighbor nodes activate
  address-family ipv6 unicast
   neighbor nodes activate
+  neighbor nodes route-map global in
+route-map global permit 10
+ set ipv6 next-hop prefer-global
 `
 
 // daemonOfRouter runs a program of FRR with the files in a directory, which it gets as /run.

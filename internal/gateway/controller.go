@@ -6,6 +6,7 @@ package gateway
 import (
 	"context"
 	"log/slog"
+	"maps"
 	"sync"
 	"time"
 
@@ -131,9 +132,7 @@ func (c *Controller) Stats() Stats {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	s := Stats{Objects: map[string]int{}, Writes: map[Write]uint64{}}
-	for k, n := range c.writes {
-		s.Writes[k] = n
-	}
+	maps.Copy(s.Writes, c.writes)
 	if c.leading != nil {
 		c.leading.count(&s)
 	}

@@ -274,18 +274,6 @@ func TestBlame(t *testing.T) {
 		if len(blamed) != 30 {
 			t.Errorf("%d Services are named", len(blamed))
 		}
-		var first snapshot.Name
-		for n := range st.Services {
-			first = n
-		}
-		name := svcPrefix + portHash(st.Services[first].Ports[0].Name)
-		if got := txn.OwnersOfChain(ipfamily.IPv4, NAT, name); len(got) != 1 || got[0] != first {
-			t.Errorf("chain %s belongs to %v, not %s", name, got, first)
-		}
-		if got := txn.OwnersOfChain(ipfamily.IPv4, NAT, servicesChain); len(got) == 0 ||
-			txn.OwnersOfChain(ipfamily.IPv4, NAT, markChain) != nil {
-			t.Errorf("KUBE-SERVICES belongs to %v", got)
-		}
 		if names := txn.OwnersOfLine(ipfamily.IPv4, 0); names != nil {
 			t.Errorf("line 0 belongs to %v", names)
 		}

@@ -2,6 +2,7 @@ package iptshim
 
 import (
 	"fmt"
+	"maps"
 	"net/netip"
 	"slices"
 
@@ -103,7 +104,7 @@ func (o *Options) forward(mark string) []rule {
 // ServiceCIDRs.
 func (s structure) tails(nodePorts map[netip.Addr]int, outside bool) (tails [numLists][]rule) {
 	const last = "kubernetes service nodeports; NOTE: this must be the last rule in this chain"
-	for _, a := range sorted(nodePorts) {
+	for _, a := range slices.SortedFunc(maps.Keys(nodePorts), netip.Addr.Compare) {
 		after := " -j " + nodePortsChain
 		if a.IsLoopback() { // a neighbour may send packets with such a destination, too
 			after = fromNode + after
@@ -147,13 +148,4 @@ func (s structure) outside(f ipfamily.Family, svc *dataplane.Service) (n int) {
 		}
 	}
 	return n
-}
-
-func sorted(set map[netip.Addr]int) []netip.Addr {
-	addrs := make([]netip.Addr, 0, len(set))
-	for a := range set {
-		addrs = append(addrs, a)
-	}
-	slices.SortFunc(addrs, netip.Addr.Compare)
-	return addrs
 }

@@ -68,28 +68,6 @@ func (t *Txn) OwnersOfLine(f ipfamily.Family, line int) []snapshot.Name {
 	return []snapshot.Name{w.owners[line-1]}
 }
 
-// OwnersOfChain gives the Services that asked for what Text writes to a chain, sorted; none if it is nobody's.
-func (t *Txn) OwnersOfChain(f ipfamily.Family, table Table, name string) (names []snapshot.Name) {
-	for _, c := range t.families[f].writes {
-		if c.table != table || c.name != name {
-			continue
-		}
-		names = append(names, c.owner)
-		for i := range c.rules {
-			names = append(names, c.rules[i].owner)
-		}
-	}
-	slices.SortFunc(names, snapshot.Name.Compare)
-	names = slices.Compact(names)
-	if len(names) > 0 && names[0] == (snapshot.Name{}) {
-		names = names[1:]
-	}
-	if len(names) == 0 {
-		return nil
-	}
-	return names
-}
-
 // textWriter writes the lines of a text, and if asked to whose they are.
 type textWriter struct {
 	text   []byte

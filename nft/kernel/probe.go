@@ -4,6 +4,7 @@ import (
 	"errors"
 	"fmt"
 	"net/netip"
+	"slices"
 	"strings"
 
 	"golang.org/x/sys/unix"
@@ -78,12 +79,9 @@ func probeTable(f ipfamily.Family) *nft.TableTxn {
 func (b *batch) probeResult(refused []netlink.Error, release string) error {
 	var missing []string
 	add := func(s string) {
-		for _, m := range missing {
-			if m == s {
-				return
-			}
+		if !slices.Contains(missing, s) {
+			missing = append(missing, s)
 		}
-		missing = append(missing, s)
 	}
 	if major, minor, ok := version(release); ok && (major < 5 || major == 5 && minor < 7) {
 		add("counters in elements of maps (Linux 5.7; this is " + release + ")")

@@ -61,6 +61,12 @@ spec:
       hostNetwork: true
       priorityClassName: system-node-critical
       tolerations: [{operator: Exists}]
+      initContainers:
+      - name: mount-bpf-fs
+        image: quay.io/cilium/cilium
+        command: [/bin/sh, -ec, "mount | grep '/sys/fs/bpf type bpf' || mount -t bpf bpf /sys/fs/bpf"]
+        securityContext: {privileged: true}
+        volumeMounts: [{name: bpf-maps, mountPath: /sys/fs/bpf, mountPropagation: Bidirectional}]
       containers:
       - name: cilium-agent
         image: quay.io/cilium/cilium
@@ -108,8 +114,10 @@ spec:
         - {name: run, mountPath: /run/cilium}
         - {name: cni, mountPath: /host/cni}
         - {name: xtables-lock, mountPath: /run/xtables.lock}
+        - {name: bpf-maps, mountPath: /sys/fs/bpf, mountPropagation: HostToContainer}
       volumes:
       - {name: run, hostPath: {path: /run/cilium, type: DirectoryOrCreate}}
       - {name: cni, hostPath: {path: /etc/cni/net.d}}
       - {name: xtables-lock, hostPath: {path: /run/xtables.lock, type: FileOrCreate}}
+      - {name: bpf-maps, hostPath: {path: /sys/fs/bpf, type: DirectoryOrCreate}}
 `

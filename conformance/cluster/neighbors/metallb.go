@@ -3,6 +3,7 @@ package neighbors
 import (
 	"context"
 	"errors"
+	"slices"
 
 	"github.com/verdict-proxy/verdict/conformance/cluster"
 )
@@ -39,6 +40,47 @@ apiVersion: metallb.io/v1beta2
 kind: BGPPeer
 metadata: {name: router, namespace: metallb-system}
 spec: {myASN: 64512, peerASN: 64513, peerAddress: 192.168.98.2}
+---
+apiVersion: metallb.io/v1beta1
+kind: BGPAdvertisement
+metadata: {name: routed, namespace: metallb-system}
+`,
+}
+
+// metalLBFRR is MetalLB in its FRR mode, with Debian's FRR. That lacks the script by which the image starts it.
+var metalLBFRR = Neighbor{
+	Name: "metallb-frr", Balancer: true, shared: "198.51.100.219", routed: true,
+	module: "metallb", source: "go.universe.tf/metallb", manifest: "config/manifests/metallb-frr.yaml",
+	programs: slices.Concat(metalLBPrograms, []program{
+		{peer: "metallb-cp-tool", image: "metallb/speaker", at: "/cp-tool"},
+		{peer: "metallb-cp-tool", image: "metallb/speaker", beside: "frr-reloader.sh", at: "/frr-reloader.sh"},
+		{peer: "metallb-metrics", image: "metallb/speaker", at: "/frr-metrics"},
+		{peer: "frr", image: "frrouting/frr", at: "/frr"},
+		{peer: "frr", image: "frrouting/frr", beside: "frr/usr", at: "/usr"},
+		{peer: "frr", image: "frrouting/frr", beside: "frr/bin", at: "/bin"},
+		{peer: "frr", image: "frrouting/frr", beside: "frr/lib", at: "/lib"},
+		{peer: "frr", image: "frrouting/frr", beside: "frr/lib64", at: "/lib64"},
+		{peer: "frr", image: "frrouting/frr", beside: "frr/etc/passwd", at: "/etc/passwd"},
+		{peer: "frr", image: "frrouting/frr", beside: "frr/etc/group", at: "/etc/group"},
+		{peer: "frr", image: "frrouting/frr", beside: "frr/etc/pam.d", at: "/etc/pam.d"},
+	}),
+	settings: slices.Concat(numbersOfSystems, []string{"/sbin/tini -- /usr/lib/frr/docker-start &",
+		`/usr/bin/tini -- bash -c '. /usr/lib/frr/frrcommon.sh; exec /usr/lib/frr/watchfrr $(daemon_list)' &`}),
+	prepare: routed, workloads: metalLBWorkloads,
+	objects: `apiVersion: metallb.io/v1beta1
+kind: IPAddressPool
+metadata: {name: routed, namespace: metallb-system}
+spec: {addresses: [198.51.100.200-198.51.100.219, "fd00:51::200-fd00:51::219"]}
+---
+apiVersion: metallb.io/v1beta2
+kind: BGPPeer
+metadata: {name: router, namespace: metallb-system}
+spec: {myASN: 64512, peerASN: 64513, peerAddress: 192.168.98.2}
+---
+apiVersion: metallb.io/v1beta2
+kind: BGPPeer
+metadata: {name: router6, namespace: metallb-system}
+spec: {myASN: 64512, peerASN: 64513, peerAddress: "fd00:98::2"}
 ---
 apiVersion: metallb.io/v1beta1
 kind: BGPAdvertisement

@@ -56,7 +56,7 @@ type Neighbor struct {
 // All are the neighbors there are.
 var All = []Neighbor{
 	flannel("vxlan"), flannel("host-gw"), kubeRouter, cilium, kubeNetworkPolicies, metalLB, metalLBBGP,
-	coreDNS, caddy,
+	metalLBFRR, coreDNS, caddy,
 }
 
 // Names are those of All.
@@ -135,10 +135,8 @@ func (n *Neighbor) Install(ctx context.Context, c *cluster.Cluster) error {
 	if err := c.Apply(ctx, text); err != nil {
 		return err
 	}
-	for _, w := range n.workloads {
-		if _, err := c.Kubectl(ctx, "-n", w[0], "rollout", "status", w[1], "--timeout=3m"); err != nil {
-			return err
-		}
+	if err := n.rolledOut(ctx, c); err != nil {
+		return err
 	}
 	if n.objects != "" {
 		if err := c.Apply(ctx, n.objects); err != nil {
@@ -147,6 +145,25 @@ func (n *Neighbor) Install(ctx context.Context, c *cluster.Cluster) error {
 	}
 	if n.finish != nil {
 		return n.finish(ctx, c)
+	}
+	return nil
+}
+
+// Restart replaces the neighbor's pods, and waits until the new ones are available.
+func (n *Neighbor) Restart(ctx context.Context, c *cluster.Cluster) error {
+	for _, w := range n.workloads {
+		if _, err := c.Kubectl(ctx, "-n", w[0], "rollout", "restart", w[1]); err != nil {
+			return err
+		}
+	}
+	return n.rolledOut(ctx, c)
+}
+
+func (n *Neighbor) rolledOut(ctx context.Context, c *cluster.Cluster) error {
+	for _, w := range n.workloads {
+		if _, err := c.Kubectl(ctx, "-n", w[0], "rollout", "status", w[1], "--timeout=3m"); err != nil {
+			return err
+		}
 	}
 	return nil
 }

@@ -13,6 +13,7 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
 	"github.com/verdict-proxy/verdict/conformance/cluster"
+	"github.com/verdict-proxy/verdict/conformance/cluster/neighbors"
 )
 
 // All are the stories, in an order in which each finds what it needs. Each begins and ends with Verdict on all nodes;
@@ -41,6 +42,7 @@ var All = []Story{
 	{Name: "tables changed by another program", Do: corrupt},
 	{Name: "condition and taint of the Node", Do: nodeObject},
 	{Name: "rolling updates, with the barrier", Do: rolling},
+	{Name: "neighbors restarted", Do: restartNeighbors},
 	{Name: "API server gone", Do: serverGone},
 	{Name: "kubelets stopped", Refused: true, Do: stopKubelets},
 	{Name: "kubelets stopped, with the last resort", Refused: true, Do: stopKubeletsWith("--last-resort=on")},
@@ -50,6 +52,19 @@ var All = []Story{
 
 // ours selects Verdict's pods.
 const ours = "app.kubernetes.io/name=verdict"
+
+// restartNeighbors replaces the pods of the programs that the cluster has beside Verdict. Without any, it does nothing.
+func restartNeighbors(ctx context.Context, b *Bed) error {
+	names, err := b.Neighbors()
+	if err != nil {
+		return err
+	}
+	all, err := neighbors.Find(names)
+	for _, n := range all {
+		err = errors.Join(err, n.Restart(ctx, b.Cluster))
+	}
+	return err
+}
 
 // backToKubeProxy follows docs/INSTALL.md.
 func backToKubeProxy(ctx context.Context, b *Bed) error {

@@ -67,7 +67,7 @@ func (c *Cluster) gather(ctx context.Context, q *records.Question) (*part, error
 			err = merged.add(r.Node, line)
 		}
 		if err != nil {
-			merged.failed = append(merged.failed, NodeAnswer{Node: r.Node, Error: err.Error()})
+			merged.Unanswered.add(r.Node, err)
 		}
 	}
 	return merged, nil
@@ -77,7 +77,7 @@ func (c *Cluster) gather(ctx context.Context, q *records.Question) (*part, error
 type part struct {
 	records []NodeRecord
 	answers []flows.Answer
-	failed  []NodeAnswer
+	Unanswered
 }
 
 // add adds a line of a node.
@@ -98,9 +98,7 @@ func (p *part) add(node string, text []byte) error {
 // show shows a part, its records in the order of time.
 func (f *Flows) show(p *part) (err error) {
 	slices.SortStableFunc(p.records, func(a, b NodeRecord) int { return a.Time.Compare(b.Time) })
-	if len(p.failed) > 0 {
-		f.code = codeTrouble
-	}
+	f.code = max(f.code, p.Code())
 	if f.Printer == nil {
 		for i := range p.answers {
 			err = errors.Join(err, f.JSON.Encode(&p.answers[i]))
@@ -108,8 +106,8 @@ func (f *Flows) show(p *part) (err error) {
 		for i := range p.records {
 			err = errors.Join(err, f.JSON.Encode(&p.records[i]))
 		}
-		for i := range p.failed {
-			err = errors.Join(err, f.JSON.Encode(&p.failed[i]))
+		for i := range p.Failed {
+			err = errors.Join(err, f.JSON.Encode(&p.Failed[i]))
 		}
 		return err
 	}
@@ -120,9 +118,7 @@ func (f *Flows) show(p *part) (err error) {
 	for i := range p.answers {
 		records.PrintLosses(f.Printer, &p.answers[i])
 	}
-	for _, r := range p.failed {
-		f.Printer.Line("%s: %s", r.Node, f.Printer.Paint(terminal.Red, r.Error))
-	}
+	p.Unanswered.print(f.Printer)
 	return f.Printer.Err()
 }
 
@@ -190,7 +186,7 @@ func (g *gathered) follow(ctx context.Context, c *Cluster, t Target, argv []stri
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	if ctx.Err() == nil {
-		g.next.failed = append(g.next.failed, NodeAnswer{Node: t.Node, Error: err.Error()})
+		g.next.Unanswered.add(t.Node, err)
 	}
 }
 
@@ -249,12 +245,8 @@ func (c *Cluster) Zones(ctx context.Context, q *records.Question, price float64)
 	sum, out := records.NewZoneSum(), &ClusterZones{}
 	for _, r := range c.Each(ctx, targets, flowsCommand(q)) {
 		var z records.Zones
-		err := r.failure(0)
-		if err == nil {
-			err = json.Unmarshal(r.Stdout, &z)
-		}
-		if err != nil {
-			out.Failed = append(out.Failed, NodeAnswer{Node: r.Node, Error: err.Error()})
+		if err := r.read(&z, codeSame); err != nil {
+			out.add(r.Node, err)
 			continue
 		}
 		sum.Add(&z)
@@ -266,22 +258,11 @@ func (c *Cluster) Zones(ctx context.Context, q *records.Question, price float64)
 // ClusterZones are the Zones of all nodes.
 type ClusterZones struct {
 	*records.Zones
-	// Failed are the nodes without an answer.
-	Failed []NodeAnswer `json:"failed,omitempty"`
-}
-
-// Code returns the exit status.
-func (z *ClusterZones) Code() int {
-	if len(z.Failed) > 0 {
-		return codeTrouble
-	}
-	return codeSame
+	Unanswered
 }
 
 // Print prints the pairs of zones, and the nodes without an answer.
 func (z *ClusterZones) Print(p *terminal.Printer, price float64) {
 	z.Zones.Print(p, price)
-	for _, r := range z.Failed {
-		p.Line("%s: %s", r.Node, p.Paint(terminal.Red, r.Error))
-	}
+	z.Unanswered.print(p)
 }

@@ -3,6 +3,7 @@ package cluster
 import (
 	"bytes"
 	"context"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
@@ -13,6 +14,8 @@ import (
 
 	"golang.org/x/sync/errgroup"
 	corev1 "k8s.io/api/core/v1"
+
+	"github.com/verdict-proxy/verdict/internal/system/terminal"
 )
 
 // Cluster reaches the proxies of all nodes.
@@ -218,6 +221,37 @@ func (r *Result) failure(codes ...int) error {
 		text = text[i+1:]
 	}
 	return fmt.Errorf("exit status %d: %.300s", r.Code, text)
+}
+
+// read reads the answer of a command, which is JSON; codes are as for failure.
+func (r *Result) read(into any, codes ...int) error {
+	if err := r.failure(codes...); err != nil {
+		return err
+	}
+	return json.Unmarshal(r.Stdout, into)
+}
+
+// Unanswered are the nodes without an answer.
+type Unanswered struct {
+	Failed []NodeAnswer `json:"failed,omitempty"`
+}
+
+func (u *Unanswered) add(node string, err error) {
+	u.Failed = append(u.Failed, NodeAnswer{Node: node, Error: err.Error()})
+}
+
+// Code returns the exit status.
+func (u *Unanswered) Code() int {
+	if len(u.Failed) > 0 {
+		return codeTrouble
+	}
+	return codeSame
+}
+
+func (u *Unanswered) print(p *terminal.Printer) {
+	for _, n := range u.Failed {
+		p.Line("%s: %s", n.Node, p.Paint(terminal.Red, n.Error))
+	}
 }
 
 // bounded keeps the first bytes that are written to it.

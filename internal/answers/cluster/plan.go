@@ -82,11 +82,7 @@ func (c *Cluster) Plan(ctx context.Context, files watch.ChangeFiles, options []s
 	}
 	for _, result := range c.EachWith(ctx, targets, input, argv) {
 		n := NodePlan{Node: result.Node}
-		err := result.failure(codeSame, codeDiffers)
-		if err == nil {
-			err = json.Unmarshal(result.Stdout, &n.sums)
-		}
-		if err != nil {
+		if err := result.read(&n.sums, codeSame, codeDiffers); err != nil {
 			n.Error, r.code = err.Error(), codeTrouble
 		} else {
 			n.Plan, r.code = result.Stdout, max(r.code, result.Code)

@@ -272,8 +272,7 @@ type Top struct {
 	Rate      float64   `json:"rate"`
 	PortCount int       `json:"portCount"`
 	Ports     []TopPort `json:"ports"`
-	// Failed are the nodes without an answer.
-	Failed []NodeAnswer `json:"failed,omitempty"`
+	Unanswered
 }
 
 // TopPort is one service port.
@@ -331,12 +330,8 @@ func (c *Cluster) Top(ctx context.Context, o TopOptions) (*Top, error) {
 			PortCount int
 			Ports     []TopPort
 		}
-		err := r.failure(0)
-		if err == nil {
-			err = json.Unmarshal(r.Stdout, &sample)
-		}
-		if err != nil {
-			top.Failed = append(top.Failed, NodeAnswer{Node: r.Node, Error: err.Error()})
+		if err := r.read(&sample, codeSame); err != nil {
+			top.Unanswered.add(r.Node, err)
 		}
 		top.Rate += sample.Rate
 		top.PortCount = max(top.PortCount, sample.PortCount)
@@ -389,14 +384,6 @@ func (t *adding) add(s *TopPort) {
 	}
 }
 
-// Code returns the exit status.
-func (t *Top) Code() int {
-	if len(t.Failed) > 0 {
-		return codeTrouble
-	}
-	return codeSame
-}
-
 // Print prints the busiest service ports.
 func (t *Top) Print(p *terminal.Printer, all bool) {
 	table := [][]string{{"SERVICE", "RATE", "NODES"}}
@@ -408,7 +395,5 @@ func (t *Top) Print(p *terminal.Printer, all bool) {
 		table = append(table, []string{name, fmt.Sprintf("%.1f/s", s.Rate), fmt.Sprintf("%d of %d", s.Nodes, t.Nodes)})
 	}
 	p.Table(table)
-	for _, r := range t.Failed {
-		p.Line("%s: %s", r.Node, p.Paint(terminal.Red, r.Error))
-	}
+	t.Unanswered.print(p)
 }

@@ -2,7 +2,6 @@ package cluster
 
 import (
 	"context"
-	"encoding/json"
 	"slices"
 	"time"
 
@@ -24,8 +23,7 @@ type ServiceMap struct {
 	Started time.Time `json:"started,omitzero"`
 	// Left are the oldest sums that did not fit the nodes' answers.
 	Left uint64 `json:"left,omitempty"`
-	// Failed are the nodes without an answer.
-	Failed []NodeAnswer `json:"failed,omitempty"`
+	Unanswered
 }
 
 // ServiceMap asks every node for its part of the map, which is bounded there, and adds up as many arrows as most.
@@ -39,12 +37,8 @@ func (c *Cluster) ServiceMap(ctx context.Context, since time.Duration, most int)
 		return slices.Concat([]string{"flows", "--map", "--since=" + since.String()}, t.Flags)
 	}) {
 		var part servicemap.Answer
-		err := r.failure(0)
-		if err == nil {
-			err = json.Unmarshal(r.Stdout, &part)
-		}
-		if err != nil {
-			out.Failed = append(out.Failed, NodeAnswer{Node: r.Node, Error: err.Error()})
+		if err := r.read(&part, codeSame); err != nil {
+			out.add(r.Node, err)
 			continue
 		}
 		if !part.Off {
@@ -76,5 +70,5 @@ func (c *Cluster) Records(ctx context.Context, q *records.Question, most int, ma
 	}
 	found = slices.DeleteFunc(all.records, func(r NodeRecord) bool { return !match(&r.Record) })
 	slices.SortStableFunc(found, func(a, b NodeRecord) int { return b.Time.Compare(a.Time) })
-	return found[:min(len(found), most)], all.failed, nil
+	return found[:min(len(found), most)], all.Failed, nil
 }

@@ -3,7 +3,6 @@ package cluster
 import (
 	"cmp"
 	"context"
-	"encoding/json"
 	"fmt"
 	"slices"
 	"strings"
@@ -18,7 +17,7 @@ type Services struct {
 	// Nodes counts all, with those that Failed names: they gave no answer.
 	Nodes    int           `json:"nodes"`
 	Services []ServiceOver `json:"services"`
-	Failed   []NodeAnswer  `json:"failed,omitempty"`
+	Unanswered
 }
 
 // ServiceOver is a Service on all nodes: as it is on the node where it fares worst.
@@ -42,7 +41,7 @@ func (c *Cluster) Services(ctx context.Context, asked inspect.ServicesAsked) (*S
 	for i, r := range c.Each(ctx, targets, func(t Target) []string { return servicesArgs(t, asked, true) }) {
 		found, err := servicesOf(&r)
 		if err != nil {
-			out.Failed = append(out.Failed, NodeAnswer{Node: r.Node, Error: err.Error()})
+			out.Unanswered.add(r.Node, err)
 			continue
 		}
 		answer = append(answer, targets[i])
@@ -77,9 +76,7 @@ func servicesArgs(t Target, asked inspect.ServicesAsked, trouble bool) []string 
 
 func servicesOf(r *Result) (list []status.Service, err error) {
 	var s status.Services
-	if err = r.failure(0); err == nil {
-		err = json.Unmarshal(r.Stdout, &s)
-	}
+	err = r.read(&s, codeSame)
 	return s.Services, err
 }
 
@@ -103,14 +100,6 @@ func (s *Services) add(places map[string]int, node string, found []status.Servic
 	}
 }
 
-// Code returns the exit status.
-func (s *Services) Code() int {
-	if len(s.Failed) > 0 {
-		return codeTrouble
-	}
-	return codeSame
-}
-
 // Print prints a row for each Service.
 func (s *Services) Print(p *terminal.Printer, wide bool) {
 	rows := [][]string{append(inspect.ServiceHeading(wide), "")}
@@ -126,7 +115,5 @@ func (s *Services) Print(p *terminal.Printer, wide bool) {
 	} else {
 		p.Line("no Service is as asked for")
 	}
-	for _, r := range s.Failed {
-		p.Line("%s: %s", r.Node, p.Paint(terminal.Red, r.Error))
-	}
+	s.Unanswered.print(p)
 }

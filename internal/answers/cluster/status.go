@@ -2,7 +2,6 @@ package cluster
 
 import (
 	"context"
-	"encoding/json"
 	"fmt"
 	"slices"
 	"strings"
@@ -140,10 +139,7 @@ func (c *Cluster) statuses(ctx context.Context, targets []Target, more ...string
 	for i, r := range results {
 		out[i].Node = r.Node
 		s := &status.Status{}
-		err := r.failure(0)
-		if err == nil {
-			err = json.Unmarshal(r.Stdout, s)
-		}
+		err := r.read(s, codeSame)
 		if err == nil && s.Schema != status.Schema {
 			err = fmt.Errorf("its status has schema %d, and this program knows %d", s.Schema, status.Schema)
 		}

@@ -3,7 +3,6 @@ package collector
 import (
 	"context"
 	"fmt"
-	"log/slog"
 	"slices"
 	"sync"
 	"time"
@@ -19,7 +18,6 @@ import (
 // the API and a question to the nodes, a round.
 type barrier struct {
 	cluster cluster
-	log     *slog.Logger
 	// observe, if not nil, is told the outcome of each wait and how long it took.
 	observe func(outcome string, took time.Duration)
 	// room bounds the waiters.
@@ -114,8 +112,8 @@ const (
 	workers, senders = 8, 4
 )
 
-func newBarrier(c cluster, log *slog.Logger, observe func(string, time.Duration)) *barrier {
-	return &barrier{cluster: c, log: log, observe: observe, room: everywhere.NewRoom(maxWaiters),
+func newBarrier(c cluster, observe func(string, time.Duration)) *barrier {
+	return &barrier{cluster: c, observe: observe, room: everywhere.NewRoom(maxWaiters),
 		work: make(chan struct{}, maxWaiters), streams: map[string]*stream{}, services: map[snapshot.Name]*service{},
 		rounds: map[uint64]*round{}, turns: turns{of: map[string][]*service{}}}
 }

@@ -144,7 +144,7 @@ func newSimulation(b *testing.B, nodes int) *simulation {
 		b.Fatal(err)
 	}
 	log := slog.New(slog.DiscardHandler)
-	s.barrier = newBarrier(newObjects(reads, theDaemonSet), log, nil)
+	s.barrier = newBarrier(newObjects(reads, theDaemonSet), nil)
 	ctx, cancel := context.WithCancel(b.Context())
 	l, err := listen(ctx, "127.0.0.1:0")
 	if err != nil {

@@ -75,7 +75,7 @@ func (c *Collector) Run(ctx context.Context) error {
 	e := &elector{api: c.leases, lease: c.o.Lease, identity: c.o.Identity, log: c.o.Log, annotations: map[string]string{
 		everywhere.AddressAnnotation: c.o.Advertise, everywhere.FingerprintAnnotation: fingerprint}}
 	e.run(ctx, func(ctx context.Context) {
-		b := newBarrier(c.cluster, c.o.Log, c.o.Observe)
+		b := newBarrier(c.cluster, c.o.Observe)
 		l, err := listen(ctx, c.o.Listen)
 		if err != nil {
 			fail(err)

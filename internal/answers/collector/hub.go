@@ -172,9 +172,8 @@ func (h *hub) authenticate(ctx context.Context, conn *tls.Conn, s *stream, host 
 	review, cancel := context.WithTimeout(ctx, reviewTimeout)
 	defer cancel()
 	if s.node, until, err = h.reviewer.node(review, host, first.Hello.Token); err != nil {
-		var stranger errStranger
 		text := "the token cannot be reviewed"
-		if errors.As(err, &stranger) {
+		if _, ok := errors.AsType[errStranger](err); ok {
 			text = err.Error()
 		}
 		_ = s.Send(everywhere.FromCollector{Refused: text}, sendPatience) // it is closed anyway

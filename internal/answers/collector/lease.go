@@ -4,6 +4,7 @@ import (
 	"context"
 	"fmt"
 	"log/slog"
+	"maps"
 	"math/rand/v2"
 	"net/http"
 	"sync"
@@ -118,9 +119,7 @@ func (e *elector) fill(l *coordinationv1.Lease) {
 	if l.Annotations == nil {
 		l.Annotations = map[string]string{}
 	}
-	for k, v := range e.annotations {
-		l.Annotations[k] = v
-	}
+	maps.Copy(l.Annotations, e.annotations)
 }
 
 // hold renews the Lease while lead runs, and gives it back. A term begins before its request: answers may be read late.

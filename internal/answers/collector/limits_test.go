@@ -4,7 +4,6 @@ import (
 	"crypto/tls"
 	"fmt"
 	"io"
-	"log/slog"
 	"net"
 	"strings"
 	"sync"
@@ -157,7 +156,7 @@ func TestGreetings(t *testing.T) {
 func TestHeartbeat(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		ours, theirs := net.Pipe()
-		h := newHub(tls.Certificate{}, nil, newBarrier(nil, slog.New(slog.DiscardHandler), nil), nil)
+		h := newHub(tls.Certificate{}, nil, newBarrier(nil, nil), nil)
 		var running sync.WaitGroup
 		running.Go(func() {
 			s := &stream{Stream: everywhere.NewStream(ours), node: "n", waits: map[uint64]*waiter{}}
@@ -224,7 +223,7 @@ func silent(t *testing.T, node string) *stream {
 func TestNodeAsksTooMuch(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		crowded := 0
-		b := newBarrier(noCluster{}, slog.New(slog.DiscardHandler), func(outcome string, _ time.Duration) {
+		b := newBarrier(noCluster{}, func(outcome string, _ time.Duration) {
 			if outcome == outcomeCrowded {
 				crowded++
 			}
@@ -266,7 +265,7 @@ func TestRound(t *testing.T) {
 // TestEvictedAtOnce: a waiter whose place another one takes just as it comes is answered, and does not wait without a
 // place.
 func TestEvictedAtOnce(t *testing.T) {
-	b := newBarrier(noCluster{}, slog.New(slog.DiscardHandler), nil)
+	b := newBarrier(noCluster{}, nil)
 	b.room = everywhere.NewRoom(2)
 	var streams []*stream
 	for i := range 8 {

@@ -79,8 +79,7 @@ func (r *reviewer) node(ctx context.Context, host, token string) (node string, u
 		return "", until, errStranger{"the last token was refused; try again later"}
 	}
 	node, until, err = r.check(ctx, token)
-	var stranger errStranger
-	if errors.As(err, &stranger) {
+	if _, ok := errors.AsType[errStranger](err); ok {
 		r.refuse(host)
 	}
 	return node, until, err

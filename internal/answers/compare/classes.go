@@ -127,7 +127,7 @@ func newNode(host []netip.Addr, known ipfamily.Per[dataplane.Pods], ranges []net
 				cidr = r
 			}
 		}
-		inside := lastAddr(cidr).Prev()
+		inside := ipfamily.Last(cidr).Prev()
 		far := outside(f, append(slices.Clone(ranges), cidr))
 		n.senders[f] = []sender{
 			{FromPod, inside, n.podInterface, snapshot.MAC{}}, {FromOtherPod, inside.Prev(), device, mac},
@@ -290,10 +290,10 @@ func (g *gathering) addObjects(o *objects) {
 		g.add(d)
 	})
 	for _, r := range o.state.ServiceCIDRs {
-		g.ranges = append(g.ranges, packets.Interval{First: r.Masked().Addr(), Last: lastAddr(r)})
+		g.ranges = append(g.ranges, packets.Interval{First: r.Masked().Addr(), Last: ipfamily.Last(r)})
 	}
 	for _, r := range o.state.SharedRanges {
-		g.ranges = append(g.ranges, packets.Interval{First: r.Masked().Addr(), Last: lastAddr(r)})
+		g.ranges = append(g.ranges, packets.Interval{First: r.Masked().Addr(), Last: ipfamily.Last(r)})
 	}
 }
 

@@ -80,7 +80,7 @@ func (o *objects) Walk(p packets.Packet, m packets.Memory, asked *packets.Asked)
 	}
 	if asked != nil {
 		for _, r := range fe.Sources {
-			asked.Intervals = append(asked.Intervals, packets.Interval{First: r.Masked().Addr(), Last: lastAddr(r)})
+			asked.Intervals = append(asked.Intervals, packets.Interval{First: r.Masked().Addr(), Last: ipfamily.Last(r)})
 		}
 	}
 	if o.divides(p, &fe) {
@@ -248,14 +248,4 @@ func (o *objects) digest() (sum [sha256.Size]byte) {
 	}
 	h.Sum(sum[:0])
 	return sum
-}
-
-// lastAddr returns the last address of a range.
-func lastAddr(p netip.Prefix) netip.Addr {
-	b := p.Masked().Addr().AsSlice()
-	for bit := p.Bits(); bit < 8*len(b); bit++ {
-		b[bit/8] |= 0x80 >> (bit % 8)
-	}
-	a, _ := netip.AddrFromSlice(b)
-	return a
 }

@@ -202,6 +202,14 @@ func labelled(s *terminal.Printer, label, format string, args ...any) {
 	s.Line("%s", labels.Row(s.Paint(terminal.Dim, label), fmt.Sprintf(format, args...)))
 }
 
+// first returns a label for the first of several rows, and none for the others.
+func first(i int, label string) string {
+	if i == 0 {
+		return label
+	}
+	return ""
+}
+
 // MaxShown limits how many items of each kind are shown without --all.
 const MaxShown = 20
 
@@ -230,11 +238,7 @@ func (a *Answer) Print(s *terminal.Printer, o TextOptions) {
 	a.printStops(s)
 	a.printFailures(s)
 	for i, n := range a.Notes {
-		label := "Note"
-		if i > 0 {
-			label = ""
-		}
-		labelled(s, label, "%s", n)
+		labelled(s, first(i, "Note"), "%s", n)
 	}
 	if o.Trace && a.Kernel != nil {
 		a.printTrace(s)
@@ -264,10 +268,7 @@ func (a *Answer) printView(s *terminal.Printer, v *View, o TextOptions) {
 		a.printService(s, v, sv, o)
 	}
 	for i, r := range v.Rows {
-		label, mark := "", "  "
-		if i == 0 {
-			label = "Policy"
-		}
+		mark := "  "
 		if r.Decides {
 			mark = s.Paint(terminal.Green, "> ")
 		}
@@ -277,7 +278,7 @@ func (a *Answer) printView(s *terminal.Printer, v *View, o TextOptions) {
 		if r.Masquerade {
 			sees = "which see an address of this node"
 		}
-		labelled(s, label, "%s%s", mark, terminal.Columns{11, 24, 1}.Row(who, where, sees))
+		labelled(s, first(i, "Policy"), "%s%s", mark, terminal.Columns{11, 24, 1}.Row(who, where, sees))
 	}
 	printBackends(s, v.Backends)
 	a.printAffinity(s, v)
@@ -286,11 +287,7 @@ func (a *Answer) printView(s *terminal.Printer, v *View, o TextOptions) {
 	}
 	labelled(s, "Outcome", "%s", s.Paint(terminal.Bold, v.Why))
 	for i, u := range v.Unclear {
-		label := ""
-		if i == 0 {
-			label = "Unclear"
-		}
-		labelled(s, label, "%s", s.Paint(terminal.Red, u))
+		labelled(s, first(i, "Unclear"), "%s", s.Paint(terminal.Red, u))
 	}
 	printNodes(s, v.Nodes)
 	a.printNear(s, v)
@@ -307,11 +304,7 @@ func (a *Answer) printService(s *terminal.Printer, v *View, sv *Service, o TextO
 	}
 	labelled(s, "Service", "%s", text)
 	for i, c := range sv.Claims {
-		label := ""
-		if i == 0 {
-			label = "Conflict"
-		}
-		labelled(s, label, "%s", s.Paint(terminal.Red, c+" claims that address too, and is left out there"))
+		labelled(s, first(i, "Conflict"), "%s", s.Paint(terminal.Red, c+" claims that address too, and is left out there"))
 	}
 	printSettings(s, sv.Settings)
 	if v.Ranges != nil {
@@ -366,19 +359,15 @@ func (a *Answer) printNear(s *terminal.Printer, v *View) {
 	}
 	const most = 8
 	for i, n := range v.NearMisses {
-		label := ""
-		if i == 0 {
-			label = "Near"
-		}
 		if i == most {
-			labelled(s, label, "and %d more", len(v.NearMisses)-i)
+			labelled(s, "", "and %d more", len(v.NearMisses)-i)
 			break
 		}
 		text := fmt.Sprintf("%s/%s is %s", n.AddrPort(), n.Protocol, n.Service)
 		if k, ok := kindText[n.Kind]; ok {
 			text += ", " + k
 		}
-		labelled(s, label, "%s", text)
+		labelled(s, first(i, "Near"), "%s", text)
 	}
 }
 

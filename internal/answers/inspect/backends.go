@@ -67,7 +67,6 @@ func (b *Backend) String() string {
 }
 
 func printBackends(s *terminal.Printer, list []Backend) {
-	label := "Backends"
 	for i, b := range list {
 		if i > 0 {
 			b.Via = ""
@@ -76,8 +75,7 @@ func printBackends(s *terminal.Printer, list []Backend) {
 		if b.Refused != "" {
 			text = s.Paint(terminal.Red, text)
 		}
-		labelled(s, label, "%s", text)
-		label = ""
+		labelled(s, first(i, "Backends"), "%s", text)
 	}
 }
 

@@ -87,15 +87,12 @@ func (a *Answer) othersText(nodes []NodeShare) string {
 
 func printNodes(s *terminal.Printer, nodes []NodeShare) {
 	for i := range nodes {
-		label, n := "", &nodes[i]
-		if i == 0 {
-			label = "Onward"
-		}
+		n := &nodes[i]
 		text := percent(n.Chance) + " to " + n.name()
 		if n.Node != "" {
 			text += " (" + n.Address.String() + ")"
 		}
-		labelled(s, label, "%s", text)
+		labelled(s, first(i, "Onward"), "%s", text)
 	}
 }
 

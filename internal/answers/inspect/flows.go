@@ -41,11 +41,9 @@ func (e *explainRun) lastFailures(ctx context.Context, a *Answer) (last []flows.
 
 // printFailures names the last connections that failed.
 func (a *Answer) printFailures(s *terminal.Printer) {
-	label := "Failed"
 	for i := range a.Failures {
 		r := &a.Failures[i]
-		labelled(s, label, "%s  %s -> %s  %s", r.Time.Local().Format(time.TimeOnly), records.Peer(&r.Client),
-			records.Peer(&r.Endpoint), records.End(s, r))
-		label = ""
+		labelled(s, first(i, "Failed"), "%s  %s -> %s  %s", r.Time.Local().Format(time.TimeOnly),
+			records.Peer(&r.Client), records.Peer(&r.Endpoint), records.End(s, r))
 	}
 }

@@ -71,13 +71,11 @@ func addOfTCP(x *dataplane.Explanation, add func(asked bool, name, value, withou
 
 // printSettings prints a line for each setting.
 func printSettings(s *terminal.Printer, list []Setting) {
-	label := "Settings"
-	for _, set := range list {
+	for i, set := range list {
 		text := set.Name + " " + set.Value
 		if set.Without != "" {
 			text += " (no effect: " + set.Without + ")"
 		}
-		labelled(s, label, "%s", text)
-		label = ""
+		labelled(s, first(i, "Settings"), "%s", text)
 	}
 }

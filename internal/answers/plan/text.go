@@ -105,12 +105,18 @@ func (e *Effects) text() string {
 
 // list prints the entries of a list, and how many there are beyond those.
 func (t *printer) list(indent string, n, more int, entry func(int) string) {
+	t.first(shortList, indent, n, more, func(i int) { t.wrap(indent, indent+"  ", entry(i)) })
+}
+
+// first prints the first n entries of a list, at most so many unless all are asked for, and how many there are beyond
+// those.
+func (t *printer) first(most int, indent string, n, more int, entry func(int)) {
 	for i := range n {
-		if i == shortList && !t.All {
+		if i == most && !t.All {
 			t.Line("%sand %d more (--all)", indent, n-i+more)
 			return
 		}
-		t.wrap(indent, indent+"  ", entry(i))
+		entry(i)
 	}
 	if more > 0 {
 		t.Line("%sand %d more", indent, more)
@@ -217,12 +223,8 @@ func (t *printer) chances(c *Chances) {
 	t.wrap("  ", "    ", fmt.Sprintf("chances at %s, %s, %s: %s, now %d", c.Port, c.Family,
 		strings.Join(c.To, " and "), terminal.Plural(c.Before, "endpoint"), c.After))
 	columns := terminal.Columns{46, 8, 8}
-	for i, e := range c.Endpoints {
-		if i == shortList && !t.All {
-			t.Line("    and %d more (--all)", len(c.Endpoints)-i+c.MoreEndpoints)
-			return
-		}
-		sign := " "
+	t.first(shortList, "    ", len(c.Endpoints), c.MoreEndpoints, func(i int) {
+		e, sign := &c.Endpoints[i], " "
 		switch {
 		case e.Before == 0:
 			sign = "+"
@@ -230,10 +232,7 @@ func (t *printer) chances(c *Chances) {
 			sign = "-"
 		}
 		t.Line("   %s %s", sign, columns.Row(e.Endpoint, percent(e.Before), percent(e.After)))
-	}
-	if c.MoreEndpoints > 0 {
-		t.Line("    and %d more", c.MoreEndpoints)
-	}
+	})
 }
 
 func percent(p float64) string {
@@ -258,17 +257,7 @@ func (t *printer) writes(w *Writes) {
 		}
 		return fmt.Sprintf("%s: +%d -%d", s.Service, s.Added, s.Removed)
 	})
-	if !t.Verbose {
-		return
-	}
-	for i, line := range w.Lines {
-		if i == 10*shortList && !t.All {
-			t.Line("and %d more (--all)", len(w.Lines)-i+w.MoreLines)
-			return
-		}
-		t.Line("%s", line)
-	}
-	if w.MoreLines > 0 {
-		t.Line("and %d more", w.MoreLines)
+	if t.Verbose {
+		t.first(10*shortList, "", len(w.Lines), w.MoreLines, func(i int) { t.Line("%s", w.Lines[i]) })
 	}
 }

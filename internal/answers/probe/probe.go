@@ -118,12 +118,10 @@ func refused(err error) bool {
 
 // plain says what an error means; that of a deadline says nothing of how long it was.
 func plain(err error, timeout time.Duration) string {
-	var late net.Error
-	if errors.As(err, &late) && late.Timeout() {
+	if late, ok := errors.AsType[net.Error](err); ok && late.Timeout() {
 		return fmt.Sprintf("no answer within %v", timeout)
 	}
-	var op *net.OpError
-	if errors.As(err, &op) {
+	if op, ok := errors.AsType[*net.OpError](err); ok {
 		return op.Err.Error()
 	}
 	return err.Error()

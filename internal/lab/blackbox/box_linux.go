@@ -310,30 +310,6 @@ func (b *Box) explain(e *evidence) Explanation {
 	return x
 }
 
-// Cost is how much was recorded, and how much there was no room for.
-type Cost struct{ Packets, Flows, Changes, Commits, PacketsLost, EventsLost uint64 }
-
-// Cost adds up all namespaces.
-func (b *Box) Cost() (c Cost) {
-	b.mu.Lock()
-	defer b.mu.Unlock()
-	for _, s := range b.spaces {
-		c.Packets += s.packets.total()
-		c.Flows += s.flows.total()
-		c.Changes += s.changes.total()
-		c.Commits += s.commits.total()
-		s.counts.each(func(n *count) {
-			switch n.counter {
-			case packetsLost:
-				c.PacketsLost += n.by
-			case eventsLost:
-				c.EventsLost += n.by
-			}
-		})
-	}
-	return c
-}
-
 // Close ends all recording. Failures that it was told of before are explained still.
 func (b *Box) Close() error {
 	b.mu.Lock()

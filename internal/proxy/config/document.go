@@ -286,8 +286,7 @@ func duplicateKeys(t *yamltree.Tree, p yamltree.Path) (found []yamltree.Path) {
 
 // fileError wraps the error of reading a file; it names the file.
 func fileError(file string, err error) error {
-	var p *os.PathError
-	if errors.As(err, &p) {
+	if p, ok := errors.AsType[*os.PathError](err); ok {
 		err = p.Err
 	}
 	return &Problem{Severity: Invalid, File: file, Text: "it cannot be read: " + err.Error()}

@@ -341,35 +341,59 @@ func notBlank(v any) string {
 	return ""
 }
 
-// checkTaintKey accepts what the API accepts as the key of a taint.
-func checkTaintKey(v any) string {
-	key := v.(string)
-	if key == "" || len(validation.IsQualifiedName(key)) == 0 {
+// textThat accepts the texts for which ok returns true, and says of others that they are not what.
+func textThat(what string, ok func(string) bool) func(any) string {
+	return func(v any) string {
+		if text := v.(string); !ok(text) {
+			return clip.Quote(text) + " is not " + what
+		}
 		return ""
 	}
-	return clip.Quote(key) + " is not the key of a taint such as example.com/not-programmed"
 }
 
-func checkAddr(v any) string {
-	if _, ok := parseAddr(v.(string)); !ok {
-		return clip.Quote(v.(string)) + " is not an IP address"
+// parsed reports whether a function reads a text.
+func parsed[T any](parse func(string) (T, bool)) func(string) bool {
+	return func(text string) bool {
+		_, ok := parse(text)
+		return ok
 	}
-	return ""
 }
 
-func checkAddrPort(v any) string {
-	if _, ok := parseAddrPort(v.(string)); !ok && v != off {
-		return clip.Quote(v.(string)) + " is not an IP address with or without a port, such as 127.0.0.1:10249 or ::1"
-	}
-	return ""
-}
+var (
+	// checkTaintKey accepts what the API accepts as the key of a taint, or nothing.
+	checkTaintKey = textThat("the key of a taint such as example.com/not-programmed", func(key string) bool {
+		return key == "" || len(validation.IsQualifiedName(key)) == 0
+	})
+	checkAddr     = textThat("an IP address", parsed(parseAddr))
+	checkAddrPort = textThat("an IP address with or without a port, such as 127.0.0.1:10249 or ::1",
+		func(text string) bool { return text == off || parsed(parseAddrPort)(text) })
+	checkPrefix = textThat("an address range such as 10.244.0.0/16", parsed(parsePrefix))
 
-func checkPrefix(v any) string {
-	if _, ok := parsePrefix(v.(string)); !ok {
-		return clip.Quote(v.(string)) + " is not an address range such as 10.244.0.0/16"
-	}
-	return ""
-}
+	version      = regexp.MustCompile(`^[0-9]+\.[0-9]+$`)
+	checkVersion = textThat("a version such as 1.35", func(text string) bool {
+		return text == "" || version.MatchString(text)
+	})
+	// checkAbsolute accepts an absolute path, or nothing: the proxy may be started anywhere.
+	checkAbsolute = textThat("an absolute path", func(path string) bool {
+		return path == "" || strings.HasPrefix(path, "/")
+	})
+	// checkURL accepts a URL of HTTP, or nothing.
+	checkURL = textThat("a URL such as http://otel-collector.monitoring:4318", func(text string) bool {
+		u, err := url.Parse(text)
+		return text == "" || err == nil && (u.Scheme == "http" || u.Scheme == "https") && u.Hostname() != ""
+	})
+	// checkPrefixLengths accepts two numbers of bits, or nothing.
+	checkPrefixLengths = textThat("two numbers of bits such as 24,64", func(text string) bool {
+		return text == "" || parsed(parsePrefixLengths)(text)
+	})
+	// checkLease accepts NAMESPACE/NAME, or nothing.
+	checkLease = textThat("NAMESPACE/NAME, such as kube-system/verdict-collector", func(text string) bool {
+		namespace, name, _ := strings.Cut(text, "/")
+		return text == "" || namespace != "" && name != "" && !strings.Contains(name, "/") && len(text) <= 2*253+1
+	})
+	// checkScheduler accepts an IPVS scheduler without flags: kube-proxy's field has none.
+	checkScheduler = oneOf(slices.Concat([]string{""}, snapshot.Schedulers)...)
+)
 
 // checkNarrowPrefix rejects ranges that hold every address.
 func checkNarrowPrefix(v any) string {
@@ -379,46 +403,10 @@ func checkNarrowPrefix(v any) string {
 	return checkPrefix(v)
 }
 
-var version = regexp.MustCompile(`^[0-9]+\.[0-9]+$`)
-
-func checkVersion(v any) string {
-	if s := v.(string); s != "" && !version.MatchString(s) {
-		return clip.Quote(s) + " is not a version such as 1.35"
-	}
-	return ""
-}
-
 // checkInterfaceName rejects names that the kernel rejects, and those with * or quotes, which nft would interpret.
 func checkInterfaceName(s string) string {
 	if len(s) > 15 || strings.ContainsAny(s, "/ \t\n\"\\*") {
 		return clip.Quote(s) + " is not an interface name (at most 15 bytes, without spaces, slashes, quotes or stars)"
-	}
-	return ""
-}
-
-// checkAbsolute accepts an absolute path, or nothing: the proxy may be started anywhere.
-func checkAbsolute(v any) string {
-	if path := v.(string); path != "" && !strings.HasPrefix(path, "/") {
-		return clip.Quote(path) + " is not an absolute path"
-	}
-	return ""
-}
-
-// checkURL accepts a URL of HTTP, or nothing.
-func checkURL(v any) string {
-	text := v.(string)
-	u, err := url.Parse(text)
-	if text != "" && (err != nil || u.Scheme != "http" && u.Scheme != "https" || u.Hostname() == "") {
-		return clip.Quote(text) + " is not a URL such as http://otel-collector.monitoring:4318"
-	}
-	return ""
-}
-
-// checkPrefixLengths accepts two numbers of bits, or nothing.
-func checkPrefixLengths(v any) string {
-	text := v.(string)
-	if _, ok := parsePrefixLengths(text); text != "" && !ok {
-		return clip.Quote(text) + " is not two numbers of bits such as 24,64"
 	}
 	return ""
 }
@@ -430,26 +418,4 @@ func parsePrefixLengths(text string) (bits [2]int, ok bool) {
 	b, err6 := strconv.ParseUint(v6, 10, 8)
 	ok = err4 == nil && err6 == nil && a >= 1 && a <= 32 && b >= 1 && b <= 128
 	return [2]int{int(a), int(b)}, ok
-}
-
-// checkLease accepts NAMESPACE/NAME, or nothing.
-func checkLease(v any) string {
-	text := v.(string)
-	namespace, name, ok := strings.Cut(text, "/")
-	if text != "" && (!ok || namespace == "" || name == "" || strings.Contains(name, "/") || len(text) > 2*253+1) {
-		return clip.Quote(text) + " is not NAMESPACE/NAME, such as kube-system/verdict-collector"
-	}
-	return ""
-}
-
-// checkScheduler accepts an IPVS scheduler without flags: kube-proxy's field has none.
-func checkScheduler(v any) string {
-	name := fmt.Sprint(v)
-	if name == "" {
-		return ""
-	}
-	if !slices.Contains(snapshot.Schedulers, name) {
-		return clip.Quote(name) + " is not one of " + strings.Join(snapshot.Schedulers, ", ")
-	}
-	return ""
 }

@@ -484,7 +484,7 @@ func TestMillionClients(t *testing.T) {
 	}
 	var connections uint64
 	named, heavy, steady := map[string]uint64{}, uint64(0), uint64(0)
-	for s := range sumsOf(b.sums.snapshot(c.at), &query{}) {
+	for s := range wanted(b.sums.snapshot(c.at), (&query{}).wantsSum) {
 		connections += s.Connections
 		if strings.HasPrefix(s.Client, "team-") {
 			named[s.Client] += s.Connections

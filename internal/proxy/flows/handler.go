@@ -126,7 +126,7 @@ func (b *Book) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		for minutes[0].at.Add(time.Minute).Before(q.since) { // the one that runs ends later
 			minutes = minutes[1:]
 		}
-		all := sumsOf(minutes, &q)
+		all := wanted(minutes, q.wantsSum)
 		if q.zones {
 			all = zonesOf(minutes, &q, b.o.Series)
 		}
@@ -136,7 +136,7 @@ func (b *Book) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		b.mu.Lock()
 		blocks := b.list.snapshot()
 		b.mu.Unlock()
-		sendAll(l, b.losses(), q.limit, recordsOf(blocks, &q))
+		sendAll(l, b.losses(), q.limit, wanted(blocks, q.wants))
 	}
 }
 
@@ -150,25 +150,12 @@ func (b *Book) begin(r *http.Request) (end func()) {
 	}
 }
 
-// recordsOf returns the records of blocks that a reader wants.
-func recordsOf(blocks []block, q *query) iter.Seq[*Record] {
-	return func(yield func(*Record) bool) {
+// wanted returns what a reader wants of what blocks hold.
+func wanted[T any, B interface{ each(func(*T) bool) }](blocks []B, wants func(*T) bool) iter.Seq[*T] {
+	return func(yield func(*T) bool) {
 		for _, block := range blocks {
-			for r := range block.each {
-				if q.wants(r) && !yield(r) {
-					return
-				}
-			}
-		}
-	}
-}
-
-// sumsOf returns the sums of minutes that a reader wants.
-func sumsOf(minutes []sealedMinute, q *query) iter.Seq[*Sum] {
-	return func(yield func(*Sum) bool) {
-		for _, m := range minutes {
-			for s := range m.each {
-				if q.wantsSum(s) && !yield(s) {
+			for v := range block.each {
+				if wants(v) && !yield(v) {
 					return
 				}
 			}
@@ -180,7 +167,7 @@ func sumsOf(minutes []sealedMinute, q *query) iter.Seq[*Sum] {
 func zonesOf(minutes []sealedMinute, q *query, series int) iter.Seq[*Sum] {
 	return func(yield func(*Sum) bool) {
 		by := newSpill(series, "")
-		for r := range by.fold(sumsOf(minutes, q)) {
+		for r := range by.fold(wanted(minutes, q.wantsSum)) {
 			if s := r.sum(minutes[0].at); !yield(&s) {
 				return
 			}
@@ -233,7 +220,7 @@ func (b *Book) follow(req *http.Request, l *lines, q query) {
 	defer b.leave(reader)
 	defer health.Hold(req)()
 	said := b.losses()
-	sendAll(l, said, q.limit, recordsOf(before, &q))
+	sendAll(l, said, q.limit, wanted(before, q.wants))
 	end()
 	l.answer.Left = 0
 	tick := time.NewTicker(beat)

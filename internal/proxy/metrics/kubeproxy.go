@@ -7,6 +7,7 @@ import (
 	"github.com/verdict-proxy/verdict/internal/system/ipfamily"
 
 	"github.com/prometheus/client_golang/prometheus"
+	"github.com/prometheus/client_golang/prometheus/promauto"
 )
 
 // kubeProxy are the metrics that kube-proxy has, with its names, labels, buckets and help.
@@ -48,40 +49,30 @@ const (
 type maker struct{ prometheus.Registerer }
 
 func (m maker) counter(name, help string) prometheus.Counter {
-	c := prometheus.NewCounter(prometheus.CounterOpts{Name: name, Help: help})
-	m.MustRegister(c)
-	return c
+	return promauto.With(m).NewCounter(prometheus.CounterOpts{Name: name, Help: help})
 }
 
 func (m maker) counters(name, help string, labels ...string) *prometheus.CounterVec {
-	c := prometheus.NewCounterVec(prometheus.CounterOpts{Name: name, Help: help}, labels)
-	m.MustRegister(c)
-	return c
+	return promauto.With(m).NewCounterVec(prometheus.CounterOpts{Name: name, Help: help}, labels)
 }
 
 func (m maker) gauge(name, help string) prometheus.Gauge {
-	g := prometheus.NewGauge(prometheus.GaugeOpts{Name: name, Help: help})
-	m.MustRegister(g)
-	return g
+	return promauto.With(m).NewGauge(prometheus.GaugeOpts{Name: name, Help: help})
 }
 
 func (m maker) gauges(name, help string, labels ...string) *prometheus.GaugeVec {
-	g := prometheus.NewGaugeVec(prometheus.GaugeOpts{Name: name, Help: help}, labels)
-	m.MustRegister(g)
-	return g
+	return promauto.With(m).NewGaugeVec(prometheus.GaugeOpts{Name: name, Help: help}, labels)
 }
 
 func (m maker) gaugeFunc(name, help string, labels prometheus.Labels, value func() float64) {
-	m.MustRegister(prometheus.NewGaugeFunc(prometheus.GaugeOpts{Name: name, Help: help, ConstLabels: labels}, value))
+	promauto.With(m).NewGaugeFunc(prometheus.GaugeOpts{Name: name, Help: help, ConstLabels: labels}, value)
 }
 
 func (m maker) histograms(name, help string, buckets []float64, labels ...string) *prometheus.HistogramVec {
-	h := prometheus.NewHistogramVec(prometheus.HistogramOpts{
+	return promauto.With(m).NewHistogramVec(prometheus.HistogramOpts{
 		Name: name, Help: help, Buckets: buckets,
 		NativeHistogramBucketFactor: nativeFactor, NativeHistogramMaxBucketNumber: nativeBuckets,
 	}, labels)
-	m.MustRegister(h)
-	return h
 }
 
 func (k *kubeProxy) register(registry, slis prometheus.Registerer, o *Options, r *reader) {

@@ -54,8 +54,7 @@ func get(ctx context.Context, from netip.AddrPort, path string) Outcome {
 
 // dialOutcome returns what an error of a dial means. No errno means that its time was over.
 func dialOutcome(err error) Outcome {
-	var errno unix.Errno
-	if errors.As(err, &errno) {
+	if errno, ok := errors.AsType[unix.Errno](err); ok {
 		return errnoOutcome(errno)
 	}
 	return Silent

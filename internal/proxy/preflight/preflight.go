@@ -237,12 +237,10 @@ var Outside = ipfamily.Per[netip.Addr]{netip.MustParseAddr("192.0.0.8"), netip.M
 // UnusedAddr returns an address of a range that most likely nobody has: the second last, since the last one may be a
 // broadcast address.
 func UnusedAddr(p netip.Prefix) netip.Addr {
-	b := p.Masked().Addr().AsSlice()
-	for bit := p.Bits(); bit < 8*len(b)-1; bit++ {
-		b[bit/8] |= 0x80 >> (bit % 8)
+	if p.IsSingleIP() {
+		return p.Addr()
 	}
-	a, _ := netip.AddrFromSlice(b)
-	return a
+	return ipfamily.Last(p).Prev()
 }
 
 // nodeAddress finds a Node none of whose addresses of a family is this host's.

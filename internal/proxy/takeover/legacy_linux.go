@@ -1,12 +1,10 @@
 package takeover
 
 import (
-	"bufio"
 	"context"
 	"encoding/binary"
 	"errors"
 	"fmt"
-	"io/fs"
 	"os"
 	"runtime"
 	"time"
@@ -174,22 +172,4 @@ func lockLegacy(ctx context.Context) (unlock func(), err error) {
 		case <-time.After(50 * time.Millisecond):
 		}
 	}
-}
-
-// lines returns the lines of a file in /proc, none if it does not exist.
-func lines(path string) ([]string, error) {
-	f, err := os.Open(path)
-	if errors.Is(err, fs.ErrNotExist) {
-		return nil, nil
-	}
-	if err != nil {
-		return nil, err
-	}
-	defer f.Close()
-	var list []string
-	s := bufio.NewScanner(f)
-	for s.Scan() {
-		list = append(list, s.Text())
-	}
-	return list, s.Err()
 }

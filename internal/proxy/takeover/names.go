@@ -2,6 +2,7 @@ package takeover
 
 import (
 	"regexp"
+	"slices"
 	"strings"
 )
 
@@ -59,10 +60,8 @@ func isProxyChain(table, name string) bool {
 	if !strings.HasPrefix(name, "KUBE-") {
 		return false
 	}
-	for _, n := range proxyChains[table] {
-		if n == name {
-			return true
-		}
+	if slices.Contains(proxyChains[table], name) {
+		return true
 	}
 	if table == "filter" {
 		return strings.HasPrefix(name, "KUBE-CIP-") && treeChain.MatchString(name)

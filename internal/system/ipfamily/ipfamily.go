@@ -65,3 +65,13 @@ func (f Family) AddrLen() int { return f.Bits() / 8 }
 
 // Has reports whether an address belongs to the family; the zero Addr belongs to none.
 func (f Family) Has(a netip.Addr) bool { return a.IsValid() && Of(a) == f }
+
+// Last returns the last address of a range.
+func Last(p netip.Prefix) netip.Addr {
+	b := p.Masked().Addr().AsSlice()
+	for bit := p.Bits(); bit < 8*len(b); bit++ {
+		b[bit/8] |= 0x80 >> (bit % 8)
+	}
+	a, _ := netip.AddrFromSlice(b)
+	return a
+}

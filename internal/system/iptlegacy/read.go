@@ -23,9 +23,9 @@ const (
 const (
 	// TableNameLen is the length of a table's name in the kernel's structs.
 	TableNameLen = 32
-	// infoLen is the length of struct ipt_getinfo: a name, the valid hooks, the hooks' offsets, the underflows, the number
+	// InfoLen is the length of struct ipt_getinfo: a name, the valid hooks, the hooks' offsets, the underflows, the number
 	// of entries and their bytes.
-	infoLen = TableNameLen + 4 + 2*4*Hooks + 2*4
+	InfoLen = TableNameLen + 4 + 2*4*Hooks + 2*4
 	// entriesHeader is what stands before the entries in struct ipt_get_entries.
 	entriesHeader = 40
 )
@@ -73,9 +73,8 @@ func Read(f ipfamily.Family, name string, most uint32) (*Table, error) {
 	}
 	defer unix.Close(fd)
 	for range maxReads {
-		info := make([]byte, infoLen)
-		copy(info, name)
-		if err := getsockopt(fd, level, getInfo, info); err != nil {
+		info, err := Info(fd, level, name)
+		if err != nil {
 			return nil, fmt.Errorf("%s iptables (legacy variant): read table %s: %w", f, name, err)
 		}
 		t := &Table{Family: f, Valid: binary.NativeEndian.Uint32(info[TableNameLen:])}
@@ -92,7 +91,7 @@ func Read(f ipfamily.Family, name string, most uint32) (*Table, error) {
 		entries := make([]byte, entriesHeader+int(size))
 		copy(entries, name)
 		binary.NativeEndian.PutUint32(entries[TableNameLen:], size)
-		err := getsockopt(fd, level, getEntries, entries)
+		err = getsockopt(fd, level, getEntries, entries)
 		if errors.Is(err, unix.EAGAIN) { // changed between the two
 			continue
 		}
@@ -103,6 +102,12 @@ func Read(f ipfamily.Family, name string, most uint32) (*Table, error) {
 		return t, nil
 	}
 	return nil, fmt.Errorf("%s iptables (legacy variant): table %s keeps changing", f, name)
+}
+
+// Info reads what the kernel says of a table at a Socket: its size, its hooks and where in it they begin.
+func Info(fd, level int, name string) (info [InfoLen]byte, err error) {
+	copy(info[:], name)
+	return info, getsockopt(fd, level, getInfo, info[:])
 }
 
 // getsockopt reads an option into b, whose content is the request.

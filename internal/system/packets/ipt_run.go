@@ -217,7 +217,7 @@ func (w *iptWalker) nextRule(m *iptMachine, f *iptFrame) int {
 // matches evaluates a rule's conditions. At a lot, another machine is queued, for which the rule does not match.
 func (w *iptWalker) matches(m *iptMachine, r *iptRule, place int) (bool, error) {
 	if r.source != nil && w.asked != nil {
-		w.asked.add(Interval{r.source.Masked().Addr(), lastOf(r.source.Prefix)})
+		w.asked.add(Interval{r.source.Masked().Addr(), ipfamily.Last(r.source.Prefix)})
 	}
 	port := m.to.Port()
 	switch p := w.packet; {
@@ -360,16 +360,6 @@ func iptReject(with string) string {
 		return "tcp reset"
 	}
 	return with
-}
-
-// lastOf returns the last address of a prefix.
-func lastOf(p netip.Prefix) netip.Addr {
-	b := p.Masked().Addr().AsSlice()
-	for bit := p.Bits(); bit < 8*len(b); bit++ {
-		b[bit/8] |= 0x80 >> (bit % 8)
-	}
-	a, _ := netip.AddrFromSlice(b)
-	return a
 }
 
 // Mentioned returns what the rules name.

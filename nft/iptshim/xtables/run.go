@@ -136,8 +136,7 @@ func (r runner) run(ctx context.Context, input []byte, program string, args ...s
 		said.Reset()
 	}
 	e := &programError{program: program, stderr: oneLine(said.String()), err: err}
-	var exit *exec.ExitError
-	if errors.As(err, &exit) {
+	if exit, ok := errors.AsType[*exec.ExitError](err); ok {
 		e.status = exit.ExitCode()
 	}
 	return nil, e
