@@ -122,7 +122,7 @@ var harmless = []struct{ place, what, why string }{
 	{"pick-1", "rule 0, expression 3 has one more value", "the same"},
 	{"uncounted-pick-1", "rule 0 is missing", "the same"},
 	{"uncounted-pick-1", "rule 0, expression 3 has one more value", "the same"},
-	{"external-services", "element 7f0000010600000075800000 has other data", "only what a change overtakes has an endpoint elsewhere"},
+	{"external-services", "element 7f0000010600000075800000 has other data", "only changes give an endpoint elsewhere"},
 	{"external-services", "element 7f0000010600000075810000 has other data", "the same"},
 	{"external-services", "element c000020a0600000075810000 has other data", "the same"},
 	{"external-services", "element 7f0000010600000079680000 has other data", "the same"},
