@@ -6,6 +6,7 @@ import (
 	"errors"
 	"net/netip"
 	"slices"
+	"sync/atomic"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -60,9 +61,16 @@ type walkTable struct {
 	many bool
 	// each is how long each flow of a list takes.
 	each time.Duration
+	// together has a round begin when all who ask at a time have asked, however busy the machine is.
+	together atomic.Bool
 }
 
-func (t *walkTable) narrow() bool { return t.many }
+func (t *walkTable) narrow() bool {
+	if t.together.Load() {
+		time.Sleep(time.Nanosecond)
+	}
+	return t.many
+}
 
 func (t *walkTable) list(q query, do func([]flow) error) error {
 	if t.each == 0 {
@@ -135,6 +143,7 @@ func TestServedTogether(t *testing.T) {
 			table.mu.Lock()
 			table.listed = nil
 			table.mu.Unlock()
+			table.together.Store(true)
 			w.apply(t, service("dns", dnsOne), web(webOne))
 			n, err := u.Delete(t.Context(), []netip.AddrPort{netip.MustParseAddrPort("10.0.0.2:80")},
 				func(WaitingFlow) bool { return true })
@@ -174,6 +183,7 @@ func TestFailsAlone(t *testing.T) {
 			}
 		}
 		table.mu.Unlock()
+		table.together.Store(true)
 		w.apply(t, service("dns", dnsOne))
 		n, err := u.Delete(t.Context(), []netip.AddrPort{netip.MustParseAddrPort("10.0.0.1:80")},
 			func(WaitingFlow) bool { return true })
