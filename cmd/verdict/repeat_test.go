@@ -57,12 +57,12 @@ func TestStatusWait(t *testing.T) {
 	if err != nil || p.asked != 3 || strings.Contains(out, "pending") || !strings.Contains(out, "7 Services") {
 		t.Errorf("%v after %d questions:\n%s", err, p.asked, out)
 	}
-	for last, want := range map[*status.Status]string{&behind: "not synced within 10ms: 1 changes of Services and 0",
-		{}: "not synced within 10ms: "} {
+	for last, want := range map[*status.Status]string{&behind: "not synced within 1s: 1 changes of Services and 0",
+		{}: "not synced within 1s: "} {
 		p.mu.Lock()
 		p.steps = []status.Status{*last}
 		p.mu.Unlock()
-		if out, err := command("status", "--wait", "--timeout=10ms", "-o", "json", at); err == nil ||
+		if out, err := command("status", "--wait", "--timeout=1s", "-o", "json", at); err == nil ||
 			!strings.HasPrefix(err.Error(), want) || (last.Node != "") != strings.Contains(out, `"node": "node-1"`) {
 			t.Errorf("%v; want %q:\n%s", err, want, out)
 		}
