@@ -195,7 +195,7 @@ func twice(ctx context.Context, b *Bed) (string, error) {
 			_, err = b.only(ctx, true)
 		}
 		before, e := b.writes(ctx)
-		err = errors.Join(err, e, b.signal(ctx, l, "CONT"))
+		err = errors.Join(err, e, b.signal(context.WithoutCancel(ctx), l, "CONT"))
 		select {
 		case <-ctx.Done():
 		case <-time.After(20 * time.Second): // a time in which two would fight: there is nothing to wait for

@@ -15,17 +15,21 @@ import (
 const stayNotReady = 20 * time.Second
 
 // stopKubelets stops the kubelets of all nodes until the controllers take the nodes for dead and no endpoint for ready,
-// as after an API server was away for longer than nodes' Leases last. All pods go on answering.
+// as after an API server was away for longer than nodes' Leases last. All pods go on answering. The kubelets continue,
+// even if the test is interrupted.
 func stopKubelets(ctx context.Context, b *Bed) error {
-	if err := b.signalKubelets(ctx, "STOP"); err != nil {
-		return errors.Join(err, b.signalKubelets(ctx, "CONT"))
+	err := b.signalKubelets(ctx, "STOP")
+	if err == nil {
+		err = b.readyEndpoints(ctx, 3*time.Minute, false)
+		select {
+		case <-ctx.Done():
+		case <-time.After(stayNotReady):
+		}
 	}
-	err := b.readyEndpoints(ctx, 3*time.Minute, false)
-	select {
-	case <-ctx.Done():
-	case <-time.After(stayNotReady):
+	if err = errors.Join(err, b.signalKubelets(context.WithoutCancel(ctx), "CONT")); err != nil {
+		return err
 	}
-	return errors.Join(err, b.signalKubelets(ctx, "CONT"), b.readyEndpoints(ctx, 3*time.Minute, true), b.calm(ctx))
+	return errors.Join(b.readyEndpoints(ctx, 3*time.Minute, true), b.calm(ctx))
 }
 
 // calm waits until no connection fails any more, so that the next story inherits nothing: kube-proxy's node ports

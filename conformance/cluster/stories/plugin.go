@@ -85,7 +85,7 @@ func stopProxy(ctx context.Context, b *Bed) (err error) {
 		return err
 	}
 	signal := func(name string) error {
-		_, err := n.Exec(ctx, "kill", "-"+name, strconv.Itoa(proxy))
+		_, err := n.Exec(context.WithoutCancel(ctx), "kill", "-"+name, strconv.Itoa(proxy))
 		return err
 	}
 	if err := signal("STOP"); err != nil {

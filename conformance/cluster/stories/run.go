@@ -18,6 +18,8 @@ type Story struct {
 	Name string
 	// NeedsOld says that the nodes must have the older image.
 	NeedsOld bool
+	// UnderKubeProxy says that kube-proxy has the nodes meanwhile; Moves, that the story leads there, or back.
+	UnderKubeProxy, Moves bool
 	// Refused says that connections fail, since no endpoint is ready for a time: how many is what the story tells.
 	Refused bool
 	// Do makes it happen, and returns when it is over. Afterwards the cluster is as it was.

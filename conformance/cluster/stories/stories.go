@@ -4,6 +4,8 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"regexp"
+	"slices"
 	"strconv"
 	"strings"
 	"time"
@@ -16,14 +18,27 @@ import (
 	"github.com/verdict-proxy/verdict/conformance/cluster/neighbors"
 )
 
+// Choose returns the stories whose names match, in their order. Those under kube-proxy bring the two that lead there and
+// back.
+func Choose(name *regexp.Regexp) (chosen []Story) {
+	matches := func(s Story) bool { return name.MatchString(s.Name) }
+	under := slices.ContainsFunc(All, func(s Story) bool { return s.UnderKubeProxy && matches(s) })
+	for _, s := range All {
+		if matches(s) || under && s.Moves {
+			chosen = append(chosen, s)
+		}
+	}
+	return chosen
+}
+
 // All are the stories, in an order in which each finds what it needs. Each begins and ends with Verdict on all nodes;
 // the first five belong together.
 var All = []Story{
-	{Name: "back to kube-proxy, node by node", Do: backToKubeProxy},
-	{Name: "node drained, under kube-proxy", Do: drain},
-	{Name: "rolling updates, under kube-proxy", Do: rollingUnderKubeProxy},
-	{Name: "kubelets stopped, under kube-proxy", Refused: true, Do: stopKubelets},
-	{Name: "from kube-proxy, node by node", Do: fromKubeProxy},
+	{Name: "back to kube-proxy, node by node", Moves: true, Do: backToKubeProxy},
+	{Name: "node drained, under kube-proxy", UnderKubeProxy: true, Do: drain},
+	{Name: "rolling updates, under kube-proxy", UnderKubeProxy: true, Do: rollingUnderKubeProxy},
+	{Name: "kubelets stopped, under kube-proxy", UnderKubeProxy: true, Refused: true, Do: stopKubelets},
+	{Name: "from kube-proxy, node by node", Moves: true, Do: fromKubeProxy},
 	{Name: "pod deleted", Do: deletePod("--grace-period=30")},
 	{Name: "pod deleted by force", Do: deletePod("--grace-period=0", "--force")},
 	{Name: "proxy killed", Do: kill("proxy")},

@@ -67,10 +67,7 @@ func (o *testOptions) tell(ctx context.Context, c *cluster.Cluster) (rows []stor
 		return nil, errors.Join(err, bed.Close())
 	}
 	defer func() { err = errors.Join(err, bed.Close()) }()
-	for _, s := range stories.All {
-		if !chosen.MatchString(s.Name) {
-			continue
-		}
+	for _, s := range stories.Choose(chosen) {
 		if s.NeedsOld {
 			if err := o.loadOld(ctx, c); err != nil {
 				return rows, err
