@@ -18,8 +18,8 @@ import (
 	"github.com/verdict-proxy/verdict/conformance/cluster/neighbors"
 )
 
-// Choose returns the stories whose names match, in their order. Those under kube-proxy bring the two that lead there and
-// back.
+// Choose returns the stories whose names match, in their order. Those under kube-proxy bring the two that lead there
+// and back.
 func Choose(name *regexp.Regexp) (chosen []Story) {
 	matches := func(s Story) bool { return name.MatchString(s.Name) }
 	under := slices.ContainsFunc(All, func(s Story) bool { return s.UnderKubeProxy && matches(s) })
