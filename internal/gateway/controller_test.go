@@ -323,9 +323,16 @@ func (r *rig) endpoints(family string) (addresses []string, owner types.UID) {
 }
 
 // TestSlices: the Gateway's Service has EndpointSlices with the cluster IPs of its backends, as they come and go, and
-// what somebody else writes into them does not stay.
+// what somebody else writes into them does not stay. So it is if answers to writes come after the events that follow.
 func TestSlices(t *testing.T) {
+	for _, late := range []time.Duration{0, 300 * time.Millisecond} {
+		t.Run(late.String(), func(t *testing.T) { testSlices(t, late) })
+	}
+}
+
+func testSlices(t *testing.T, late time.Duration) {
 	r := newRig(t)
+	r.late = late
 	r.put(t, edgeDB)
 	r.put(t, `kind: Service
 metadata: {namespace: shop, name: db}

@@ -40,6 +40,8 @@ type fakeAPI struct {
 	writes   []string
 	requests int
 	watches  map[string]int
+	// late is how long after its event a patch is answered.
+	late time.Duration
 }
 
 type fakeEvent struct {
@@ -282,7 +284,11 @@ func (f *fakeAPI) patch(w http.ResponseWriter, key, sub string, body map[string]
 		o["metadata"].(map[string]any)["generation"] = meta["generation"].(float64) + 1
 	}
 	f.store(key, "MODIFIED", o)
-	_ = json.NewEncoder(w).Encode(f.objects[key])
+	text, _ = json.Marshal(f.objects[key])
+	f.mu.Unlock()
+	time.Sleep(f.late)
+	f.mu.Lock()
+	_, _ = w.Write(text)
 }
 
 // apply applies a merge patch.

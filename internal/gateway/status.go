@@ -39,7 +39,7 @@ func create[T object](p *pass, s *store[T], resource string, o T) {
 		if err := client.Post().Namespace(name.Namespace).Resource(resource).Body(body).Do(ctx).Into(into); err != nil {
 			return err
 		}
-		return s.Update(into)
+		return s.wrote(into)
 	})
 }
 
@@ -58,7 +58,7 @@ func put[T object](p *pass, s *store[T], resource, sub string, o T, has, want an
 		if err := p.api.send(ctx, client, resource, name, sub, body, into); err != nil {
 			return err
 		}
-		return s.Update(into)
+		return s.wrote(into)
 	})
 }
 

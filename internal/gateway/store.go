@@ -35,6 +35,8 @@ type store[T object] struct {
 	trim func(T)
 	// complete says that all objects are known, or that there are none.
 	complete bool
+	// seen is the newest version of an event or a list.
+	seen snapshot.Version
 }
 
 func newStore[T object](w *world, trim func(T)) *store[T] {
@@ -58,10 +60,9 @@ func (s *store[T]) trimmed(o any) (T, error) {
 	return t, nil
 }
 
-// put takes an object, unless it is older than the known one: what a write returned may be newer than an event.
+// put takes an object, unless it is older than the known one: what a write returned may be newer than an event. The
+// caller has locked mu.
 func (s *store[T]) put(t T) {
-	s.world.mu.Lock()
-	defer s.world.mu.Unlock()
 	n := nameOf(t)
 	old, ok := s.known[n]
 	if ok && old.GetUID() == t.GetUID() && old.GetResourceVersion() != "" &&
@@ -79,21 +80,58 @@ func (s *store[T]) Add(o any) error { return s.Update(o) }
 
 // Update takes a changed object.
 func (s *store[T]) Update(o any) error {
-	t, err := s.trimmed(o)
-	if err == nil {
-		s.put(t)
-	}
-	return err
-}
-
-// Delete takes an object that is gone.
-func (s *store[T]) Delete(o any) error {
+	version := versionOf(o)
 	t, err := s.trimmed(o)
 	if err != nil {
 		return err
 	}
 	s.world.mu.Lock()
 	defer s.world.mu.Unlock()
+	s.saw(version)
+	s.put(t)
+	return nil
+}
+
+// wrote takes what a write returned, unless events have told as much already: the object may be gone since.
+func (s *store[T]) wrote(o T) error {
+	version := versionOf(o)
+	t, err := s.trimmed(o)
+	if err != nil {
+		return err
+	}
+	s.world.mu.Lock()
+	defer s.world.mu.Unlock()
+	if !s.seen.Reached(version) {
+		s.put(t)
+	}
+	return nil
+}
+
+// saw notes the version of an event. The caller has locked mu.
+func (s *store[T]) saw(v snapshot.Version) {
+	if !s.seen.Reached(v) {
+		s.seen = v
+	}
+}
+
+// versionOf returns an object's version, which trimmed ones may lack.
+func versionOf(o any) snapshot.Version {
+	if m, ok := o.(metav1.Object); ok {
+		return snapshot.Version(m.GetResourceVersion())
+	}
+	return ""
+}
+
+// Delete takes an object that is gone.
+func (s *store[T]) Delete(o any) error {
+	version := versionOf(o)
+	t, err := s.trimmed(o)
+	if err != nil {
+		return err
+	}
+	s.world.mu.Lock()
+	defer s.world.mu.Unlock()
+	s.saw(version)
 	n := nameOf(t)
 	if known, ok := s.known[n]; ok && known.GetUID() == t.GetUID() {
 		delete(s.known, n)
@@ -103,7 +141,7 @@ func (s *store[T]) Delete(o any) error {
 }
 
 // Replace takes a complete list.
-func (s *store[T]) Replace(list []any, _ string) error {
+func (s *store[T]) Replace(list []any, version string) error {
 	known := make(map[types.NamespacedName]T, len(list))
 	for i, o := range list {
 		t, err := s.trimmed(o)
@@ -118,7 +156,7 @@ func (s *store[T]) Replace(list []any, _ string) error {
 	if !s.complete || !maps.EqualFunc(s.known, known, func(a, b T) bool { return reflect.DeepEqual(a, b) }) {
 		s.world.changed()
 	}
-	s.known, s.complete = known, true
+	s.known, s.complete, s.seen = known, true, snapshot.Version(version)
 	return nil
 }
 
@@ -130,7 +168,7 @@ func (s *store[T]) isComplete() bool { return s.complete }
 
 // forget forgets all objects, of which complete says that there are none. The caller has locked mu.
 func (s *store[T]) forget(complete bool) {
-	s.known, s.complete = map[types.NamespacedName]T{}, complete
+	s.known, s.complete, s.seen = map[types.NamespacedName]T{}, complete, ""
 	s.world.changed()
 }
 

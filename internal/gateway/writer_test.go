@@ -67,7 +67,8 @@ func TestWriter(t *testing.T) {
 }
 
 // TestStore: an event that is older than what a write returned changes nothing, unless the object is another one of
-// that name; only news makes the world dirty.
+// that name, and neither does what a write returned after later events: the object may be gone. Only news makes the
+// world dirty.
 func TestStore(t *testing.T) {
 	w := newWorld(nil, nil)
 	service := func(uid, version, ip string) *corev1.Service {
@@ -77,6 +78,7 @@ func TestStore(t *testing.T) {
 			Spec: corev1.ServiceSpec{ClusterIP: ip}}
 	}
 	name := types.NamespacedName{Namespace: "edge", Name: "db"}
+	wrote := func(o any) error { return w.services.wrote(o.(*corev1.Service)) }
 	for i, step := range []struct {
 		do    func(any) error
 		o     *corev1.Service
@@ -90,6 +92,11 @@ func TestStore(t *testing.T) {
 		{w.services.Add, service("b", "8", "3"), "3", true},
 		{w.services.Delete, service("a", "12", "2"), "3", false},
 		{w.services.Delete, service("b", "12", "3"), "", true},
+		{wrote, service("b", "11", "3"), "", false},
+		{wrote, service("c", "13", "4"), "4", true},
+		{w.services.Add, service("c", "13", "4"), "4", false},
+		{w.services.Delete, service("c", "15", "4"), "", true},
+		{wrote, service("c", "14", "5"), "", false},
 	} {
 		if err := step.do(step.o); err != nil {
 			t.Fatal(err)
