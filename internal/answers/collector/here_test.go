@@ -42,7 +42,7 @@ func TestLead(t *testing.T) {
 	w.nodes[2].mu.Unlock()
 	api.set(cart, endpoint(1, "n0", true), endpoint(2, "n1", true))
 	w.program()
-	if a := ask(ctx, cart, 300*time.Millisecond); a.Everywhere || !slices.Equal(a.MissingNodes, []string{"n2"}) {
+	if a := ask(ctx, cart, 3*time.Second); a.Everywhere || !slices.Equal(a.MissingNodes, []string{"n2"}) {
 		t.Errorf("without n2: %+v", a)
 	}
 	short, cancel := context.WithTimeout(ctx, 100*time.Millisecond)
