@@ -40,7 +40,7 @@ goldens: ## renew every golden: read the difference before you commit it
 	@for package in $$(git grep -l 'flag.Bool("update"' -- '*_test.go' | xargs -n1 dirname); do \
 		(cd $$package && $(GO) test -count=1 -run '^($(GOLDEN_TESTS))$$' . -update) || exit; done
 
-test: tools build lint race once slices ## run everything that CI runs
+test: tools build lint race once conformance-slice history-slice ## run everything that CI runs
 
 # The race detector needs gcc. The tests read and write rulesets with nft, which needs netbase for protocol names, and
 # set up unusual routes with ip. kube-proxy writes with iptables and ipset.
@@ -120,11 +120,6 @@ conformance-case: tools ## the cases whose names hold the regular expression CAS
 conformance-slice: tools build ## run some cases of every theme: Verdict, also as kube-proxy, kube-proxy, and a proxy that must fail
 	$(CONFORMANCE) --slice --proxy verdict --proxy verdict-as-kube-proxy --proxy kube-proxy-nftables --report $(BIN)/conformance-report
 	$(BIN)/conformance --slice --theme internal-traffic-policy --proxy conformance/testdata/deaf.yaml > $(BIN)/conformance-deaf.txt 2>&1; test $$? = 1
-
-# They wait most of the time. Both are built first, since each would build the same packages.
-slices: tools build ## run both slices, of the conformance suite and of histories, at the same time
-	CGO_ENABLED=0 $(GO) build -C conformance -trimpath -o $(abspath $(BIN))/ ./cmd/conformance ./cmd/history
-	@$(MAKE) --no-print-directory -j2 conformance-slice history-slice
 
 BENCH = CGO_ENABLED=0 $(GO) build -C conformance -trimpath -o $(abspath $(BIN))/benchmark ./cmd/benchmark && $(BIN)/benchmark
 

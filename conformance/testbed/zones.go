@@ -22,6 +22,8 @@ const (
 	// zoneTries is how often a node has to use the endpoint of its own zone in a row, one of two.
 	zoneTries = 12
 	zoneLimit = 30 * time.Second
+	// tellZoneEvery is how often a proxy that forgets its zone is told: it may not listen yet.
+	tellZoneEvery = 3 * time.Second
 )
 
 // createZoneCanary makes a Service with an endpoint for each zone: the control plane's host, at another port for
@@ -70,15 +72,17 @@ func (tb *Testbed) AwaitStart(ctx context.Context) error {
 	return tb.awaitRanges(ctx)
 }
 
-// awaitZones waits until the proxies know their zones; those that may have missed it are told.
+// awaitZones waits until the proxies know their zones; those that may have missed it are told, again while they start.
 func (tb *Testbed) awaitZones(ctx context.Context) error {
 	for i, node := range tb.Nodes() {
-		if tb.Kind.forgetsZone {
-			if err := errors.Join(tb.label(ctx, node, ""), tb.label(ctx, node, Zones[node])); err != nil {
-				return err
-			}
-		}
+		told := time.Time{}
 		err := until(ctx, tb.Slow.Times(zoneLimit), func() error {
+			if tb.Kind.forgetsZone && time.Since(told) > tellZoneEvery {
+				if err := errors.Join(tb.label(ctx, node, ""), tb.label(ctx, node, Zones[node])); err != nil {
+					return err
+				}
+				told = time.Now()
+			}
 			for range zoneTries {
 				r := tb.Host(node).Dial(snapshot.TCP, tb.zones, lab.Options{})
 				if r.Outcome != lab.Answered || r.Destination.Port() != zoneTarget(i) {
