@@ -79,21 +79,13 @@ func (s *store[T]) put(t T) {
 func (s *store[T]) Add(o any) error { return s.Update(o) }
 
 // Update takes a changed object.
-func (s *store[T]) Update(o any) error {
-	version := versionOf(o)
-	t, err := s.trimmed(o)
-	if err != nil {
-		return err
-	}
-	s.world.mu.Lock()
-	defer s.world.mu.Unlock()
-	s.saw(version)
-	s.put(t)
-	return nil
-}
+func (s *store[T]) Update(o any) error { return s.take(o, true) }
 
 // wrote takes what a write returned, unless events have told as much already: the object may be gone since.
-func (s *store[T]) wrote(o T) error {
+func (s *store[T]) wrote(o T) error { return s.take(o, false) }
+
+// take takes the object of an event, or what a write returned.
+func (s *store[T]) take(o any, event bool) error {
 	version := versionOf(o)
 	t, err := s.trimmed(o)
 	if err != nil {
@@ -101,9 +93,12 @@ func (s *store[T]) wrote(o T) error {
 	}
 	s.world.mu.Lock()
 	defer s.world.mu.Unlock()
-	if !s.seen.Reached(version) {
-		s.put(t)
+	if event {
+		s.saw(version)
+	} else if s.seen.Reached(version) {
+		return nil
 	}
+	s.put(t)
 	return nil
 }
 
